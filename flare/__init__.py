@@ -1,0 +1,1 @@
+"""flare: serve models that are larger than one machine (the control plane)."""

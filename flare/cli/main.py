@@ -1,0 +1,147 @@
+"""The root of the command line: finds the command, and turns errors into sentences and exit codes.
+
+Commands are imported when they are called: `flare --version` must not pay for cryptography.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from flare.version import VERSION
+
+if TYPE_CHECKING:
+    from flare.errors import FlareError
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_UNSUPPORTED = 14  # flare.errors.UnsupportedError, not imported here: see the module's docstring
+
+# command -> (module, attribute, one line for `flare --help`)
+COMMANDS = {
+    "agent": ("flare.cli.agent", "agent", "Run and manage this node's agent."),
+    "orbit": ("flare.cli.orbit", "orbit", "Control paired nodes: pair, run, status, attach, stop."),
+    "run": ("flare.cli.run", "run", "Serve a core on this machine, alone or as one rank of a group."),
+    "engine": ("flare.cli.engine", "engine", "Install and list inference engines."),
+    "ignition": ("flare.cli.ignition", "ignition", "Prepare a model as a signed core."),
+    "core": ("flare.cli.core", "core", "Show and verify cores."),
+    "publisher": ("flare.cli.publisher", "publisher", "Make and accept the keys that sign cores."),
+    "completion": ("flare.cli.completion", "completion", "Print the shell completion script."),
+}
+NEEDS_UNIX = ("agent", "orbit", "run", "engine")
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one command; None where there is none of that name."""
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        module, attribute, _ = entry
+        if sys.platform == "win32" and cmd_name in NEEDS_UNIX:
+            refuse_windows(cmd_name)
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table without importing a single command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or name the nearest one."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            hint = f" Did you mean `flare {near[0]}`?" if near else " `flare --help` lists them."
+            raise click.UsageError(f"There is no command `{args[0]}`.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def refuse_windows(command: str) -> NoReturn:
+    """End the program with one sentence: Windows has neither the agent nor the controller."""
+    click.echo(f"flare: error: `flare {command}` runs on Linux and macOS, not on Windows.", err=True)
+    raise SystemExit(EXIT_UNSUPPORTED)
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(cls=LazyGroup, context_settings=CONTEXT)
+@click.version_option(VERSION, prog_name="flare", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Serve models that are larger than one machine.
+
+    \b
+    On each node:       flare agent --listen ADDR     and  flare agent join-code
+    On the controller:  flare orbit pair HOST --code CODE
+                        flare orbit run CORE
+    """
+
+
+def main(arguments: list[str] | None = None, **extra: Any) -> NoReturn:
+    """Run the command line and end the process with its exit code."""
+    try:
+        status = cli.main(args=arguments, prog_name="flare", standalone_mode=False, **extra)
+    except click.ClickException as problem:
+        problem.show()
+        raise SystemExit(problem.exit_code) from None
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("\nflare: interrupted.", err=True)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        # Whoever read our output has gone; Python would complain once more while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as problem:
+        raise SystemExit(_explain(problem)) from None
+    raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _explain(problem: Exception) -> int:
+    """Print what went wrong for a person and return the exit code; a bug of ours says so."""
+    from flare.cli.output import fail
+    from flare.errors import FlareError
+
+    if os.environ.get("FLARE_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(problem)
+    if isinstance(problem, ExceptionGroup):
+        problem = _first_flare_error(problem) or problem
+    if isinstance(problem, FlareError):
+        fail(problem.message)
+        return problem.exit_code
+    if isinstance(problem, OSError):
+        from flare.files import describe_os_error
+
+        fail(describe_os_error(problem, "Failed at").message)
+        return 9
+    fail(
+        f"This is a fault in flare itself: {type(problem).__name__}: {problem}. "
+        "Run the command again with FLARE_TRACEBACK=1 and report what it prints."
+    )
+    return 1
+
+
+def _first_flare_error(group: BaseExceptionGroup[BaseException]) -> FlareError | None:
+    from flare.errors import FlareError
+
+    for member in group.exceptions:
+        if isinstance(member, FlareError):
+            return member
+        if isinstance(member, BaseExceptionGroup) and (inner := _first_flare_error(member)):
+            return inner
+    return None

@@ -1,0 +1,1 @@
+"""The data plane: forked workers that move payload bytes and decide nothing."""
