@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,15 +36,17 @@ NEEDS_UNIX = ("agent", "orbit", "run", "engine")
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are needed."""
+    """A group whose commands are imported when they are needed; a subclass brings its own table."""
+
+    table: Mapping[str, tuple[str, str, str]] = COMMANDS
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands in the order of the table."""
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return one command; None where there is none of that name."""
-        entry = COMMANDS.get(cmd_name)
+        entry = self.table.get(cmd_name)
         if entry is None:
             return None
         module, attribute, _ = entry
@@ -55,17 +58,18 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table without importing a single command."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+            formatter.write_dl([(name, line) for name, (_, _, line) in self.table.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or name the nearest one."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in self.table and not args[0].startswith("-"):
             import difflib
 
-            near = difflib.get_close_matches(args[0], COMMANDS, 1)
-            hint = f" Did you mean `flare {near[0]}`?" if near else " `flare --help` lists them."
+            near = difflib.get_close_matches(args[0], self.table, 1)
+            path = ctx.command_path
+            hint = f" Did you mean `{path} {near[0]}`?" if near else f" `{path} --help` lists them."
             raise click.UsageError(f"There is no command `{args[0]}`.{hint}", ctx)
         return super().resolve_command(ctx, args)
 
