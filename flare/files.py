@@ -103,10 +103,10 @@ def read_bounded(path: Path, limit: int, what: str, error: type[FlareError] = St
         raise NotFoundError(f"{what} {path} does not exist.") from None
     except OSError as problem:
         raise error(f"{what} {path} cannot be read: {problem.strerror}.") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise error(f"{what} {path} is not a regular file.")
     with open(descriptor, "rb") as file:
-        information = os.fstat(descriptor)
-        if not stat.S_ISREG(information.st_mode):
-            raise error(f"{what} {path} is not a regular file.")
         try:
             data = file.read(limit + 1)
         except OSError as problem:

@@ -1,0 +1,130 @@
+"""The root of the command line: finding commands, errors as sentences, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from flare.cli import main as root
+from flare.errors import IntegrityError, NotFoundError
+from flare.version import VERSION
+
+
+def flare(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flare", *words],
+        capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        env={**os.environ, **(environment or {})},
+    )  # fmt: skip
+
+
+def test_version() -> None:
+    result = flare("--version")
+    assert (result.returncode, result.stdout) == (0, f"flare {VERSION}\n")
+
+
+def test_help_lists_every_command() -> None:
+    result = flare("--help")
+    assert result.returncode == 0
+    for name in root.COMMANDS:
+        assert f"  {name}" in result.stdout
+
+
+@pytest.mark.parametrize("name", list(root.COMMANDS))
+def test_every_command_has_help(name: str) -> None:
+    result = flare(name, "--help")
+    assert result.returncode == 0, result.stderr
+    assert "Usage: flare" in result.stdout
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    result = flare("obrit")
+    assert result.returncode == 2
+    assert "Did you mean `flare orbit`?" in result.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    result = flare("completion", shell)
+    assert result.returncode == 0
+    assert "_FLARE_COMPLETE" in result.stdout
+
+
+def test_completion_completes() -> None:
+    result = flare(
+        environment={"_FLARE_COMPLETE": "bash_complete", "COMP_WORDS": "flare or", "COMP_CWORD": "1"}
+    )
+    assert "orbit" in result.stdout
+
+
+def run_failing(
+    problem: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str]:
+    @click.command()
+    def failing() -> None:
+        raise problem
+
+    monkeypatch.setattr(root, "cli", failing)
+    with pytest.raises(SystemExit) as caught:
+        root.main([])
+    code = caught.value.code
+    assert isinstance(code, int)
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "text"),
+    [
+        (NotFoundError("No group \x1b[31m."), 11, "flare: error: No group \\x1b[31m."),
+        (IntegrityError("Block 3 of x."), 6, "Block 3 of x."),
+        (ExceptionGroup("g", [ValueError("v"), NotFoundError("Inner.")]), 11, "Inner."),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device", "/cache"), 9, "the disk is full"),
+        (PermissionError(13, "Permission denied", "/cache"), 9, "permission denied"),
+        (ZeroDivisionError("oops"), 1, "a fault in flare itself: ZeroDivisionError"),
+        (click.UsageError("Bad words."), 2, "Bad words."),
+    ],
+)
+def test_errors_become_sentences(
+    problem: BaseException,
+    code: int,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status, printed = run_failing(problem, capsys, monkeypatch)
+    assert status == code
+    assert text in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("name", root.NEEDS_UNIX)
+def test_windows_is_refused_in_one_sentence(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    module = root.COMMANDS[name][0]
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit) as caught:
+        root.main([name, "--help"])
+    assert caught.value.code == 14
+    assert capsys.readouterr().err.count("\n") == 1
+    assert module not in sys.modules
+
+
+def test_the_root_imports_nothing_heavy() -> None:
+    heavy = "cryptography asyncio aiohttp rich pynvml numpy gguf tomlkit fcntl resource pwd"
+    code = f"import sys; import flare.cli.main; print([m for m in {heavy.split()!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m flare --help | true; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,89 @@
+"""Files are written whole or not at all, and secrets are their owner's alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from flare import files
+from flare.errors import ConfigError, IdentityError, NotFoundError, StorageError
+
+
+def test_write_replaces_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "orbit.toml"
+    files.write_atomic(path, b"old content")
+    files.write_atomic(path, b"new", mode=0o640)
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_umask_does_not_weaken_a_mode(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        files.write_atomic(tmp_path / "key", b"secret")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "orbit.toml"
+    files.write_atomic(path, b"old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="the disk is full"):
+        files.write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_folder_no_file(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="Cannot write"):
+        files.write_atomic(tmp_path / "absent" / "file", b"x")
+
+
+def test_private_folder(tmp_path: Path) -> None:
+    folder = files.ensure_private_folder(tmp_path / "a" / "b")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(IdentityError, match="chmod 700"):
+        files.ensure_private_folder(folder)
+
+
+def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Cannot make the folder"):
+        files.ensure_private_folder(tmp_path / "file" / "sub")
+
+
+def test_read_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(NotFoundError, match="does not exist"):
+        files.read_bounded(path, 10, "The profile")
+    path.write_bytes(b"0123456789")
+    assert files.read_bounded(path, 10, "The profile") == b"0123456789"
+    with pytest.raises(ConfigError, match="larger than the 9 bytes"):
+        files.read_bounded(path, 9, "The profile", ConfigError)
+    with pytest.raises(StorageError, match="not a regular file"):
+        files.read_bounded(tmp_path, 9, "The profile")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="not a regular file"):
+        files.read_bounded(tmp_path / "pipe", 9, "The profile")
+
+
+def test_a_secret_that_others_can_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "node.key"
+    path.write_bytes(b"secret")
+    path.chmod(0o600)
+    assert files.read_private(path, 100, "The key") == b"secret"
+    for mode in (0o640, 0o604, 0o620):
+        path.chmod(mode)
+        with pytest.raises(IdentityError, match="chmod 600"):
+            files.read_private(path, 100, "The key")
