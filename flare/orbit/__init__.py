@@ -1,0 +1,1 @@
+"""The controller: pairs nodes, places groups, moves cores, starts and stops ranks."""
