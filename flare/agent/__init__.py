@@ -1,0 +1,1 @@
+"""The node: owns ranks, serves cached bytes, obeys its authorized controllers."""

@@ -1,0 +1,61 @@
+"""Reading pipes from the event loop without ever blocking who writes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+READ_SIZE = 64 * 1024  # what a pipe holds
+
+
+class PipeReader:
+    """Calls `received` with whatever the descriptor has, and `ended` once at the end of the stream.
+
+    It owns the descriptor and closes it. It must be made inside the running event loop.
+    """
+
+    def __init__(
+        self, descriptor: int, received: Callable[[bytes], None], ended: Callable[[], None] | None = None
+    ) -> None:
+        self._descriptor = descriptor
+        self._received = received
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(descriptor, False)
+        self._loop.add_reader(descriptor, self._read)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._descriptor, READ_SIZE)
+        except BlockingIOError:
+            return
+        except OSError:  # ECONNRESET of a socket whose other end was killed
+            data = b""
+        if data:
+            self._received(data)
+        else:
+            self.close()
+
+    def drain(self) -> None:
+        """Take what is there now, then close: nobody who could write more is alive."""
+        while self._descriptor >= 0:
+            before = self._descriptor
+            try:
+                data = os.read(before, READ_SIZE)
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return
+            self._received(data)
+
+    def close(self) -> None:
+        """Close the descriptor and call `ended`; a second call does nothing."""
+        if self._descriptor < 0:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
+        self._loop.remove_reader(descriptor)
+        os.close(descriptor)
+        if self._ended is not None:
+            self._ended()

@@ -1,0 +1,339 @@
+"""One rank under its keeper: from the fork to the moment when nothing of it is left.
+
+States: `running` until the whole tree of processes is gone, then `exited` (status 0) or `failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from flare import keeper, strict_json
+from flare.agent.output import STREAM_NAMES, Line, LineSplitter, RankOutput
+from flare.agent.pipes import PipeReader
+from flare.errors import RankError, RemoteProtocolError
+
+LAUNCH_VARIABLE = "FLARE_LAUNCH"  # marks every process of a launch, so that orphans can be told apart
+MAX_STATUS_LINE = 16 * 1024  # a phase, a reason and a URL
+SECOND_TERMINATE_AFTER = 2.2  # seconds: a rank takes a second SIGTERM seriously after two
+KILL_AFTER = 10.0  # seconds from the second SIGTERM of a hurried stop to SIGKILL
+START_TIMEOUT = 20.0  # seconds for the keeper to fork; milliseconds unless the machine is drowning
+SWEEP_INTERVAL = 0.05  # seconds between two looks for orphans of a killed keeper
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """Everything about a rank that is decided before it starts.
+
+    Args:
+        launch, name, core: as the grant and STATUS name them.
+        rank, ranks: this rank, and how many there are; 0 of 1 for a single-host core.
+        gpus: UUIDs that this rank holds; empty means the whole node.
+        command: the program and the arguments that do not name descriptors.
+        environment: the rank's whole environment.
+        launch_key: 32 bytes for the launch-key descriptor, or None for none.
+        expires: Unix seconds when the grant can no longer start anything.
+    """
+
+    launch: str
+    name: str
+    core: str
+    rank: int
+    ranks: int
+    gpus: tuple[str, ...]
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)
+    launch_key: bytes | None = field(default=None, repr=False)
+    expires: float = 0.0
+
+
+class Run:
+    """A rank that was started here, running or retained.
+
+    Args:
+        spec: what it is.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, spec: RankSpec, clock: Callable[[], float]) -> None:
+        self.spec = spec
+        self.output = RankOutput()
+        self.pid: int | None = None
+        self.phase: str | None = None
+        self.reason: str | None = None
+        self.url: str | None = None
+        self.status: int | None = None
+        self.signal: int | None = None
+        self.started = clock()
+        self.ended: float | None = None
+        self.gone = asyncio.Event()
+        self.on_gone: list[Callable[[], None]] = []
+        self._clock = clock
+        self._control: socket.socket | None = None
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._readers: list[PipeReader] = []
+        self._control_text = b""
+        self._status_text = b""
+        self._begun: asyncio.Future[int] | None = None
+        self._told_gone = False
+        self._terminated_at: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether any process of it may be left."""
+        return self.ended is None
+
+    @property
+    def state(self) -> str:
+        """running, exited or failed."""
+        if self.running:
+            return "running"
+        return "exited" if self.status == 0 else "failed"
+
+    @property
+    def uptime(self) -> float:
+        """Seconds from its start to its end, or to now."""
+        return (self._clock() if self.ended is None else self.ended) - self.started
+
+    async def start(self) -> int:
+        """Start the keeper and under it the rank; return the rank's process number.
+
+        Raises:
+            RankError: the program cannot be started; nothing is left of the attempt.
+        """
+        self._begun = asyncio.get_running_loop().create_future()
+        try:
+            self._spawn()
+        except OSError as problem:
+            self._finish()
+            raise RankError(f"The rank could not be started: {problem.strerror}.") from None
+        self._task = asyncio.create_task(self._reap())
+        try:
+            self.pid = await asyncio.wait_for(asyncio.shield(self._begun), START_TIMEOUT)
+        except TimeoutError:
+            self.kill()
+            raise RankError("The rank could not be started: its keeper did not answer.") from None
+        return self.pid
+
+    def _spawn(self) -> None:
+        """Fork with exactly the descriptors that the rank may have.
+
+        Called in the main thread: PR_SET_PDEATHSIG fires when the forking *thread* ends.
+        """
+        pipes: list[int] = []  # our copies of the child's ends
+        ours: list[int] = []
+        try:
+            for _ in range(3):
+                read_end, write_end = os.pipe2(os.O_CLOEXEC)
+                ours.append(read_end)
+                pipes.append(write_end)
+            standard_output, standard_error, status = pipes
+            control, theirs = socket.socketpair()
+            pipes.append(theirs.detach())
+            ours.append(control.detach())
+            options = ["--status-fd", str(status)]
+            passed = [status, pipes[3]]
+            if self.spec.launch_key is not None:
+                key = _filled_pipe(self.spec.launch_key)
+                pipes.append(key)
+                passed.append(key)
+                options += ["--launch-key-fd", str(key)]
+            argv = [*self.spec.command, *options]
+            self._keeper = subprocess.Popen(
+                keeper.command(pipes[3], argv),
+                stdin=subprocess.DEVNULL,
+                stdout=standard_output,
+                stderr=standard_error,
+                env={**self.spec.environment, LAUNCH_VARIABLE: self.spec.launch},
+                cwd="/",
+                pass_fds=passed,
+                start_new_session=True,
+            )
+        except BaseException:
+            for descriptor in ours:
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in pipes:
+                os.close(descriptor)
+        for name, descriptor in zip(STREAM_NAMES, ours[:2], strict=True):
+            self._read_lines(name, descriptor)
+        self._readers.append(PipeReader(ours[2], self._take_status))
+        self._control = socket.socket(fileno=ours[3])
+        self._readers.append(PipeReader(os.dup(ours[3]), self._take_control))
+
+    def _read_lines(self, name: str, descriptor: int) -> None:
+        splitter = LineSplitter(name)
+
+        def take(lines: list[Line]) -> None:
+            for line in lines:
+                self.output.append(line)
+
+        self._readers.append(
+            PipeReader(descriptor, lambda data: take(splitter.feed(data)), lambda: take(splitter.finish()))
+        )
+
+    def _take_status(self, data: bytes) -> None:
+        """Take JSON lines of the status descriptor; what is no such line is dropped, the rank runs on."""
+        *lines, self._status_text = (self._status_text + data).split(b"\n")
+        self._status_text = self._status_text[:MAX_STATUS_LINE]
+        for line in lines:
+            with contextlib.suppress(RemoteProtocolError):
+                reader = strict_json.Reader(
+                    strict_json.loads(line, limit=MAX_STATUS_LINE, what="rank status"), "rank status"
+                )
+                self.phase = reader.text("phase", limit=64)
+                self.reason = reader.text("reason", limit=4096, default=None)
+                self.url = reader.text("url", limit=1024, default=self.url)
+
+    def _take_control(self, data: bytes) -> None:
+        *lines, self._control_text = (self._control_text + data).split(b"\n")
+        for line in lines:
+            word, _, value = line.decode().partition(" ")
+            assert self._begun is not None
+            if word == "started" and not self._begun.done():
+                self._begun.set_result(int(value))
+            elif word == "failed" and not self._begun.done():
+                self._told_gone = True
+                self._begun.set_exception(
+                    RankError(f"The rank could not be started: {self.spec.command[0]}: {value}.")
+                )
+            elif word == "exited":
+                self._record_exit(int(value))
+            elif word == "gone":
+                self._told_gone = True
+
+    def _record_exit(self, code: int) -> None:
+        if code < 0:
+            self.signal = -code
+        else:
+            self.status = code
+
+    def terminate(self) -> None:
+        """Ask the rank to drain and end; a second call within its drain changes nothing."""
+        if self._terminated_at is None:
+            self._send(keeper.TERMINATE)
+            self._terminated_at = self._clock()
+
+    def kill(self) -> None:
+        """End every process of it at once."""
+        self._send(keeper.KILL)
+
+    def _send(self, order: bytes) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(order, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+    async def hurry(self) -> None:
+        """Stop without draining: a second SIGTERM, and SIGKILL if that does not help."""
+        self.terminate()
+        assert self._terminated_at is not None
+        wait = SECOND_TERMINATE_AFTER - (self._clock() - self._terminated_at)
+        if wait > 0 and await self.wait_gone(wait):
+            return
+        self._send(keeper.TERMINATE)
+        if not await self.wait_gone(KILL_AFTER):
+            self.kill()
+
+    async def wait_gone(self, seconds: float) -> bool:
+        """Wait until nothing of it is left; return whether that is so after `seconds`."""
+        try:
+            await asyncio.wait_for(self.gone.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _reap(self) -> None:
+        """Wait for the keeper's end, which is the end of everything below it."""
+        assert self._keeper is not None
+        await _process_ended(self._keeper.pid)
+        self._keeper.wait()
+        for reader in self._readers:
+            reader.drain()
+        assert self._begun is not None
+        if not self._begun.done():
+            self._begun.set_exception(RankError("The rank could not be started: its keeper ended."))
+        self._begun.exception()  # start() may have given up: it was looked at
+        if not self._told_gone:
+            # Somebody killed the keeper: its leader was killed by the kernel, and the rest came to us.
+            self.reason = self.reason or "its keeper was killed"
+            if self.signal is None and self.status is None:
+                self.signal = signal.SIGKILL
+            await sweep(self.spec.launch, self.pid)
+        self._finish()
+
+    def _finish(self) -> None:
+        self.ended = self._clock()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self.status is None and self.signal is None:
+            self.status = 127  # it never ran: what a shell says of a program that is not there
+        self.output.end()
+        self.gone.set()
+        for call in self.on_gone:
+            call()
+
+
+def _filled_pipe(data: bytes) -> int:
+    """Return the read end of a pipe that holds `data` and then ends."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    try:
+        os.write(write_end, data)
+    finally:
+        os.close(write_end)
+    return read_end
+
+
+async def _process_ended(process: int) -> None:
+    """Wait, on a process descriptor, until a child has ended; it is left to be collected."""
+    loop = asyncio.get_running_loop()
+    descriptor = os.pidfd_open(process)
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def sweep(launch: str, leader: int | None) -> None:
+    """Kill every descendant that carries the launch's mark, until none is left.
+
+    Only for a keeper that was itself killed: its orphans become children of this process, a subreaper,
+    which then has to collect them too.
+    """
+    mark = f"{LAUNCH_VARIABLE}={launch}".encode()
+    orphans = set() if leader is None else {leader}
+    while True:
+        alive = [process for process in keeper.descendants(os.getpid()) if _has_mark(process, mark)]
+        for process in alive:
+            orphans.add(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        _collect(orphans)
+        if not alive:
+            return
+        await asyncio.sleep(SWEEP_INTERVAL)
+
+
+def _collect(processes: set[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ChildProcessError):  # not ours, or collected before
+            os.waitpid(process, os.WNOHANG)
+
+
+def _has_mark(process: int, mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{process}/environ", "rb") as file:
+            return mark in file.read().split(b"\0")
+    except OSError:  # it ended, or belongs to somebody else
+        return False

@@ -1,0 +1,225 @@
+"""One rank under its keeper, as a real process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flare.agent.run import RankSpec, Run
+from flare.errors import RankError
+
+FAKE = str(Path(__file__).with_name("fake_flare.py"))
+KEY = bytes(range(32))
+
+
+def spec(*behaviours: str, **changes: Any) -> RankSpec:
+    values: dict[str, Any] = {
+        "launch": "glm-20261130T120000Z-0001",
+        "name": "glm",
+        "core": "glm.safetensors",
+        "rank": 0,
+        "ranks": 1,
+        "gpus": (),
+        "command": (
+            sys.executable, FAKE, "run", *(f"--engine-arg={behaviour}" for behaviour in behaviours)
+        ),
+        "environment": {"PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"},
+        "launch_key": KEY,
+    }  # fmt: skip
+    return RankSpec(**{**values, **changes})
+
+
+def drive(scenario: Callable[[Run], Awaitable[None]], *behaviours: str, **changes: Any) -> Run:
+    async def main() -> Run:
+        run = Run(spec(*behaviours, **changes), time.monotonic)
+        try:
+            await asyncio.wait_for(scenario(run), 20)
+        finally:
+            run.kill()
+            await asyncio.wait_for(run.gone.wait(), 10)
+        return run
+
+    return asyncio.run(main())
+
+
+async def said(run: Run, text: str) -> None:
+    async for line in run.output.follow():
+        if text in line.text:
+            return
+    raise AssertionError(f"the rank ended without saying {text!r}: {run.output.retained}")
+
+
+async def phase(run: Run, wanted: str) -> None:
+    while run.phase != wanted:  # noqa: ASYNC110 - the subject is the pipe, which has no event to wait for
+        await asyncio.sleep(0.01)
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False
+
+
+def test_successful_run_keeps_output_status_and_phase() -> None:
+    async def scenario(run: Run) -> None:
+        assert await run.start() == run.pid
+        assert run.state == "running"
+        await run.gone.wait()
+
+    run = drive(scenario, "exit:0")
+    assert (run.state, run.status, run.signal) == ("exited", 0, None)
+    assert run.phase == "serving"
+    assert run.url == "http://127.0.0.1:1"
+    assert run.output.retained[-1].text == "ready"
+
+
+def test_key_arrives_on_a_descriptor_and_nowhere_else() -> None:
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await run.gone.wait()
+
+    run = drive(scenario, "exit:0")
+    report = json.loads(run.output.retained[0].text)
+    assert report["key"] == KEY.hex()
+    assert KEY.hex() not in " ".join(report["argv"])
+    assert KEY.hex() not in " ".join(report["environment"].values())
+    assert set(report["environment"]) - {"LC_CTYPE"} == {"PATH", "PYTHONUNBUFFERED", "FLARE_LAUNCH"}
+    # 0, 1, 2, the status pipe, and what listing the folder itself opens: nothing of the agent's.
+    assert len(report["descriptors"]) == 5
+    assert "launch_key" not in repr(run.spec)
+
+
+def test_failed_run_keeps_its_status() -> None:
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await run.gone.wait()
+
+    run = drive(scenario, "exit:7")
+    assert (run.state, run.status) == ("failed", 7)
+
+
+def test_terminate_lets_it_drain() -> None:
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await said(run, "ready")
+        run.terminate()
+        run.terminate()
+        await run.gone.wait()
+
+    run = drive(scenario)
+    assert [line.text for line in run.output.retained].count("draining") == 1
+    assert run.state == "exited"
+
+
+def test_hurry_sends_two_and_then_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare.agent.run.SECOND_TERMINATE_AFTER", 0.3)
+    monkeypatch.setattr("flare.agent.run.KILL_AFTER", 0.3)
+
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await said(run, "ready")
+        await run.hurry()
+        await run.gone.wait()
+
+    run = drive(scenario, "stubborn")
+    assert [line.text for line in run.output.retained].count("draining") == 2
+    assert (run.state, run.signal) == ("failed", signal.SIGKILL)
+
+
+def test_engine_in_its_own_session_is_gone_before_the_run_is(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await said(run, "ready")
+        run.terminate()
+        await run.gone.wait()
+        assert not alive(int((tmp_path / "engine").read_text()))
+
+    assert drive(scenario, f"engine:{tmp_path / 'engine'}").state == "exited"
+
+
+def test_killed_keeper_leaves_nothing(tmp_path: Path) -> None:
+    from flare.system import become_subreaper
+
+    become_subreaper()
+
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await said(run, "ready")
+        assert run._keeper is not None
+        run._keeper.kill()
+        await run.gone.wait()
+        assert not alive(int((tmp_path / "engine").read_text()))
+        assert run.pid is not None
+        assert not alive(run.pid)
+
+    run = drive(scenario, f"engine:{tmp_path / 'engine'}")
+    assert (run.state, run.reason) == ("failed", "its keeper was killed")
+
+
+def test_program_that_is_not_there(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        with pytest.raises(RankError, match=r"could not be started: .*No such file"):
+            await run.start()
+
+    drive(scenario, command=(str(tmp_path / "nothing"),))
+
+
+def test_keeper_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    async def scenario(run: Run) -> None:
+        with pytest.raises(RankError, match="could not be started: No such file"):
+            await run.start()
+
+    drive(scenario, command=("true",))
+
+
+def test_keeper_that_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare.keeper.command", lambda *_: ["true"])
+
+    async def scenario(run: Run) -> None:
+        with pytest.raises(RankError, match="its keeper ended"):
+            await run.start()
+
+    drive(scenario)
+
+
+def test_keeper_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare.keeper.command", lambda *_: ["sleep", "1"])
+    monkeypatch.setattr("flare.agent.run.START_TIMEOUT", 0.2)
+
+    async def scenario(run: Run) -> None:
+        with pytest.raises(RankError, match="its keeper did not answer"):
+            await run.start()
+
+    drive(scenario)
+
+
+def test_flood_of_output_is_bounded_and_ends() -> None:
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await run.gone.wait()
+
+    run = drive(scenario, "flood:20000", "exit:0")
+    assert run.output.retained[-1].text == "ready"
+    assert sum(line.size for line in run.output.retained) <= 64 * 1024
+
+
+def test_phase_is_known_while_it_runs() -> None:
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await phase(run, "serving")
+        assert run.state == "running"
+        assert run.uptime > 0
+
+    drive(scenario)
