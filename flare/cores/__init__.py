@@ -1,0 +1,1 @@
+"""The core format: a signed index over ordinary model files (docs/core-format.md)."""
