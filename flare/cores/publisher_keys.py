@@ -1,0 +1,90 @@
+"""The publishers of this account on disk: their private keys, and whom this controller has accepted."""
+
+from __future__ import annotations
+
+from flare.errors import ConfigError, NotFoundError, StorageError, UsageError
+from flare.files import ensure_private_folder, read_bounded, write_atomic
+from flare.identity import Identity
+from flare.paths import Paths, check_name
+from flare.trust.publishers import PublisherProfile, TrustStore
+
+KEY_SUFFIX = ".key"
+MAX_TRUST_STORE = 1 << 20  # bytes: thousands of publishers
+CREATE_HINT = "Make one with `flare publisher create NAME`; its key signs every core that you export."
+
+
+def create_publisher(paths: Paths, name: str) -> Identity:
+    """Make the key of a new publisher, owner-only.
+
+    Raises:
+        UsageError: the name cannot be one.
+        StorageError: there is one of that name already.
+    """
+    path = paths.publisher_keys / f"{check_name(name, 'publisher name')}{KEY_SUFFIX}"
+    ensure_private_folder(paths.publisher_keys)
+    if path.exists():
+        raise StorageError(
+            f"There is a publisher {name} already, {path}. `flare publisher show {name}` prints its profile."
+        )
+    identity = Identity.generate()
+    write_atomic(path, identity.private_pem())
+    return identity
+
+
+def publisher_names(paths: Paths) -> list[str]:
+    """Return the names of this account's own publishers."""
+    return sorted(path.name.removesuffix(KEY_SUFFIX) for path in paths.publisher_keys.glob(f"*{KEY_SUFFIX}"))
+
+
+def load_publisher(paths: Paths, name: str | None) -> tuple[str, Identity]:
+    """Return (name, identity) of one of this account's publishers; without a name of the only one.
+
+    Raises:
+        NotFoundError: there is none (of that name); the message says how to make one.
+        UsageError: there are several, and no name was given.
+        IdentityError: its key file is damaged or open to others.
+    """
+    names = publisher_names(paths)
+    if name is None:
+        if not names:
+            raise NotFoundError(f"There is no publisher yet. {CREATE_HINT}")
+        if len(names) > 1:
+            raise UsageError(f"There are several publishers: {', '.join(names)}. Say which one.")
+        name = names[0]
+    elif name not in names:
+        have = f"There are {', '.join(names)}." if names else CREATE_HINT
+        raise NotFoundError(f"There is no publisher {name[:80]}. {have}")
+    return name, Identity.load(paths.publisher_keys / f"{name}{KEY_SUFFIX}", "The publisher's key")
+
+
+def load_trust_store(paths: Paths) -> TrustStore:
+    """Return the publishers that were accepted here; none where there is no trust store yet.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        data = read_bounded(paths.trust_store, MAX_TRUST_STORE, "The trust store", ConfigError)
+    except NotFoundError:
+        return TrustStore()
+    try:
+        return TrustStore.from_text(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"The trust store {paths.trust_store} is not UTF-8 text.") from None
+    except ConfigError as problem:
+        raise ConfigError(f"{paths.trust_store}: {problem.message}") from None
+
+
+def accept_publisher(paths: Paths, profile: PublisherProfile) -> bool:
+    """Record that cores of this publisher are accepted here; tell whether that is new.
+
+    Raises:
+        ConfigError: the trust store is damaged.
+        StorageError: it cannot be written.
+    """
+    store = load_trust_store(paths)
+    if store.accepts(profile.fingerprint):
+        return False
+    ensure_private_folder(paths.trust_store.parent)
+    write_atomic(paths.trust_store, store.with_accepted(profile).to_text().encode("utf-8"))
+    return True
