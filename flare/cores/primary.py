@@ -225,12 +225,12 @@ def _open(path: Path) -> BinaryIO:
         raise NotFoundError(f"There is no core at {path}.") from None
     except OSError as problem:
         raise CoreError(f"The core {path} cannot be read: {problem.strerror}.") from None
-    file = open(descriptor, "rb")  # noqa: SIM115 -- the caller's `with` closes it
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        hint = " Name the primary .safetensors file in it." if path.is_dir() else ""
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        hint = " Name the primary .safetensors file in it." if stat.S_ISDIR(mode) else ""
         raise CoreError(f"{path} is not a regular file, so it is no core.{hint}")
-    return file
+    return open(descriptor, "rb")
 
 
 def _primary(header: Header, path: Path | None, what: str) -> Primary:

@@ -1,0 +1,122 @@
+"""`flare core`: look at cores, and check them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from flare.cores.primary import Primary
+
+
+@click.group()
+def core() -> None:
+    """Show and verify cores."""
+
+
+@core.command()
+@click.argument("path", metavar="CORE", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(path: str, as_json: bool) -> None:
+    """Print what a core is, who signed it, and what each rank needs. Digests nothing."""
+    from pathlib import Path
+
+    from flare.cli.output import human_bytes, print_json, say, table
+    from flare.cores.primary import load_primary
+    from flare.cores.publisher_keys import load_trust_store
+    from flare.paths import Paths
+
+    primary = load_primary(Path(path))
+    accepted = load_trust_store(Paths.from_environment()).find(primary.fingerprint)
+    if as_json:
+        print_json(_described(primary, accepted is not None))
+        return
+    index = primary.index
+    for label, value in (
+        ("core", primary.path),
+        ("model", index.model),
+        ("engine", index.engine),
+        ("revision", index.revision),
+        ("layout", f"{index.layout}, {index.ranks} rank(s)"),
+        ("export", index.export.hex()),
+        ("publisher", f"{accepted.name}, accepted here" if accepted else "not accepted here"),
+        ("fingerprint", primary.fingerprint),
+        ("size", f"{human_bytes(index.total_bytes)} in {len(index.files)} file(s)"),
+    ):
+        say(f"{label:<12} {value}")
+    code = index.code_files()
+    if code:
+        say(f"{'code':<12} {len(code)} file(s) that can run code when loaded, first {code[0]}")
+    say()
+    table(
+        ("rank", "stores", "device", "reserve"),
+        [
+            (
+                rank,
+                human_bytes(index.rank_bytes(rank)),
+                human_bytes(index.device_bytes[rank]),
+                human_bytes(index.serving_reserve),
+            )
+            for rank in range(index.ranks)
+        ],
+    )
+
+
+@core.command()
+@click.argument("path", metavar="CORE", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(path: str, as_json: bool) -> None:
+    """Digest all of a core's stored data against its signed index."""
+    from pathlib import Path
+
+    from flare.cli.output import human_bytes, human_duration, human_rate, print_json, progress, say
+    from flare.cores.verify import verify_core
+
+    with progress() as add:
+        report = verify_core(Path(path), progress=lambda label, total: add(label, total).advance)
+    if as_json:
+        print_json(
+            {
+                "verified": True,
+                "files": report.files,
+                "blocks": report.blocks,
+                "bytes": report.bytes,
+                "seconds": round(report.seconds, 3),
+            }
+        )
+        return
+    rate = human_rate(report.bytes / max(report.seconds, 1e-6))
+    say(
+        f"Verified {path}: {human_bytes(report.bytes)} in {report.files} file(s), {report.blocks} blocks, "
+        f"{human_duration(report.seconds)} ({rate})."
+    )
+
+
+def _described(primary: Primary, accepted: bool) -> dict[str, Any]:
+    index = primary.index
+    return {
+        "primary": str(primary.path),
+        "primary_bytes": primary.size,
+        "model": index.model,
+        "engine": index.engine,
+        "revision": index.revision,
+        "layout": index.layout,
+        "ranks": index.ranks,
+        "parallel": {"tensor": index.tensor_parallel, "pipeline": index.pipeline_parallel},
+        "export": index.export.hex(),
+        "index_sha256": index.index_sha256.hex(),
+        "publisher": {
+            "public_key": primary.publisher.hex(),
+            "fingerprint": primary.fingerprint,
+            "accepted": accepted,
+        },
+        "bytes": index.total_bytes,
+        "device_bytes": list(index.device_bytes),
+        "serving_reserve": index.serving_reserve,
+        "decode_weight_bytes": index.decode_weight_bytes,
+        "rank_bytes": [index.rank_bytes(rank) for rank in range(index.ranks)],
+        "files": [
+            {"path": file.path, "size": file.size, "sha256": file.sha256.hex()} for file in index.files
+        ],
+    }
