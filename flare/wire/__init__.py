@@ -1,0 +1,1 @@
+"""Bytes to values and back: the handshake, the frames and their bodies. No I/O, no clock."""
