@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flare.errors import ConfigError, NotFoundError, StorageError, UsageError
 from flare.files import ensure_private_folder, read_bounded, write_atomic
 from flare.identity import Identity
@@ -57,34 +59,42 @@ def load_publisher(paths: Paths, name: str | None) -> tuple[str, Identity]:
     return name, Identity.load(paths.publisher_keys / f"{name}{KEY_SUFFIX}", "The publisher's key")
 
 
-def load_trust_store(paths: Paths) -> TrustStore:
+def load_trust_store(paths: Paths, file: Path | None = None) -> TrustStore:
     """Return the publishers that were accepted here; none where there is no trust store yet.
+
+    Args:
+        file: another trust store than this account's own.
 
     Raises:
         ConfigError: the file is damaged.
     """
+    file = file or paths.trust_store
     try:
-        data = read_bounded(paths.trust_store, MAX_TRUST_STORE, "The trust store", ConfigError)
+        data = read_bounded(file, MAX_TRUST_STORE, "The trust store", ConfigError)
     except NotFoundError:
         return TrustStore()
     try:
         return TrustStore.from_text(data.decode("utf-8"))
     except UnicodeDecodeError:
-        raise ConfigError(f"The trust store {paths.trust_store} is not UTF-8 text.") from None
+        raise ConfigError(f"The trust store {file} is not UTF-8 text.") from None
     except ConfigError as problem:
-        raise ConfigError(f"{paths.trust_store}: {problem.message}") from None
+        raise ConfigError(f"{file}: {problem.message}") from None
 
 
-def accept_publisher(paths: Paths, profile: PublisherProfile) -> bool:
+def accept_publisher(paths: Paths, profile: PublisherProfile, file: Path | None = None) -> bool:
     """Record that cores of this publisher are accepted here; tell whether that is new.
+
+    Args:
+        file: another trust store than this account's own.
 
     Raises:
         ConfigError: the trust store is damaged.
         StorageError: it cannot be written.
     """
-    store = load_trust_store(paths)
+    file = file or paths.trust_store
+    store = load_trust_store(paths, file)
     if store.accepts(profile.fingerprint):
         return False
-    ensure_private_folder(paths.trust_store.parent)
-    write_atomic(paths.trust_store, store.with_accepted(profile).to_text().encode("utf-8"))
+    ensure_private_folder(file.parent)
+    write_atomic(file, store.with_accepted(profile).to_text().encode("utf-8"))
     return True
