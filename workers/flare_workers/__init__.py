@@ -1,1 +1,4 @@
-"""The data plane: forked workers that move payload bytes and decide nothing."""
+"""The data plane: moves payload bytes and never decides.
+
+It depends on cryptography, setproctitle and the standard library, and on nothing in `flare`.
+"""
