@@ -1,7 +1,7 @@
 """One direction of a session: a ChaCha20-Poly1305 key and its record counter.
 
-A record on the wire is a big-endian u16 length and that many bytes of ciphertext (the tag included). The nonce is four
-zero bytes and the counter as u64 little-endian; there is no associated data.
+A record on the wire is a big-endian u16 length and that many bytes of ciphertext (the tag included).
+The nonce is four zero bytes and the counter as u64 little-endian; there is no associated data.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class RecordCipher:
         """Open one record's ciphertext (17 to 65,535 bytes, without the length) and return its plaintext.
 
         Raises:
-            CipherError: It does not open under this key and counter; the key is forgotten, because the session is over.
+            CipherError: It does not open under this key and counter; the key is forgotten, because the
+                session is over.
         """
         aead = self._ready()
         _check_ciphertext_size(len(memoryview(ciphertext).cast("B")))

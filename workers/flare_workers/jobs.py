@@ -1,7 +1,8 @@
 """What a worker is told, and what it answers: values only.
 
-Every job moves or digests the bytes of some ranges of one file, in order. Ranges are sorted, disjoint (offset, length)
-pairs counted from the job's `file_offset`, which is where block 0 of the file's digest table starts.
+Every job moves or digests the bytes of some ranges of one file, in order. Ranges are sorted, disjoint
+(offset, length) pairs counted from the job's `file_offset`, which is where block 0 of the file's digest
+table starts.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Receive:
         name: The file's name in messages.
         ranges: What to receive, in order.
         size: The bytes that the digest table covers, which is the file's size less `file_offset`.
-        digests: 32 bytes a block of those; every block is checked before it is written. None: nothing is checked.
+        digests: 32 bytes a block of those; every block is checked before it is written. None: no checks.
         file_offset: Bytes before block 0.
         sync: Whether the file's data is on the disk before the job is done.
         stall_timeout: Seconds without progress after which the job fails.

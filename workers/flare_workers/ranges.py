@@ -39,7 +39,8 @@ def check_runs(runs: Iterable[Run], *, size: int | None = None) -> int:
 class Ranges:
     """A set of byte positions, kept as the fewest runs (no two touch).
 
-    Build one with `Ranges.of`, which sorts and merges, or `Ranges.strict`, which refuses what a peer must not send.
+    Build one with `Ranges.of`, which sorts and merges, or `Ranges.strict`, which refuses what a peer must
+    not send.
     """
 
     runs: tuple[Run, ...] = ()
@@ -167,8 +168,8 @@ class Ranges:
     def shares(self, count: int, block: int = BLOCK_SIZE) -> tuple[Ranges, ...]:
         """Divide into at most `count` shares of about equal size that no block belongs to twice.
 
-        Every share begins and ends at a multiple of `block` or where a run does. With fewer blocks than shares there are
-        fewer shares; none is empty.
+        Every share begins and ends at a multiple of `block` or where a run does. With fewer blocks than
+        shares there are fewer shares; none is empty.
 
         Raises:
             ValueError: `count` or `block` is below 1.
