@@ -1,0 +1,1 @@
+"""The fast network between nodes: which endpoints a node has, and which way core bytes take."""
