@@ -220,7 +220,7 @@ def test_each_node_says_why_it_cannot_serve(layout: str) -> None:
         node("cpu", gpu(0, revision="cpu")),
     ]
     message = refused(needs(1, layout=layout), nodes)
-    assert message.startswith(f"cannot place the {layout.replace('_', '-')} gb10 core of 1 rank: ")
+    assert message.startswith(f"Cannot place the {layout.replace('_', '-')} gb10 core of 1 rank: ")
     assert (
         "  bare: the engine llama.cpp is not installed there; install it with `flare engine install"
         in message
@@ -230,6 +230,13 @@ def test_each_node_says_why_it_cannot_serve(layout: str) -> None:
     assert "GPU 0 is held by the running group glm-run" in message
     assert "the CPU is cpu, the core is for gb10" in message
     assert len(message.splitlines()) == 1 + len(nodes)
+
+
+def test_what_a_node_reports_cannot_forge_a_line() -> None:
+    message = refused(needs(1), [node("a", gpu(0, group="g\n  b: can serve")), node("c", held_by="\x1b[2J")])
+    assert len(message.splitlines()) == 3
+    assert "group g\\x0a  b: can serve" in message
+    assert "\x1b" not in message
 
 
 def test_fewer_nodes_than_ranks() -> None:
@@ -243,8 +250,8 @@ def test_fewer_nodes_than_ranks() -> None:
 
 
 def test_words_that_suit_no_core() -> None:
-    assert "there is no candidate node" in refused(needs(1), [])
-    assert "node 'a' is a candidate twice" in refused(needs(1), [node("a"), node("a")])
+    assert "There is no candidate node" in refused(needs(1), [])
+    assert "Node 'a' is a candidate twice" in refused(needs(1), [node("a"), node("a")])
     assert "--gpus 1, 1 names a GPU twice" in refused(needs(2), [node("a")], gpus=(1, 1))
     assert "names 2 GPUs, but this multi-host core of 2 ranks uses 1 on each of its nodes" in refused(
         needs(2), [node("a")], gpus=(0, 1)

@@ -188,7 +188,7 @@ def _ordinary_endpoints(sysfs: Path, interfaces: Iterable[str], addresses: Addre
         folder = sysfs / "class/net" / interface
         if "/" in interface or not folder.is_dir():
             raise ConfigError(
-                f"[fabric] interfaces names {interface!r}, which this host does not have; correct config.toml"
+                f"[fabric] interfaces names {interface!r}, which this host lacks. Correct config.toml."
             )
         if not _carries(sysfs, interface):
             continue

@@ -27,9 +27,9 @@ _Where = tuple[int, int]  # a rank, and the position of one of its endpoints
 class Cables:
     """What connects the nodes of a group.
 
-    Two endpoints reach each other when they are in one subnet. Where LLDP says that an endpoint's cable ends at
-    endpoints of this group, it reaches those alone: interfaces that share a subnet, as those with link-local
-    addresses do, need not share a cable.
+    Two endpoints reach each other when they are in one subnet. Where LLDP says that an endpoint's cable ends
+    at endpoints of this group, it reaches those alone: interfaces that share a subnet, as those with
+    link-local addresses do, need not share a cable.
 
     Args:
         nodes: The members in rank order.
@@ -90,7 +90,7 @@ class Cables:
 
 
 def _conflict(rail: Rail, chosen: Iterable[Rail]) -> tuple[int, int]:
-    """How badly a rail goes with those chosen: PCIe halves that they share, then ports that they do not share."""
+    """How badly a rail goes with those chosen: PCIe halves that they share, then ports that differ."""
     shared = other_ports = 0
     for other in chosen:
         for one, two in zip(rail, other, strict=True):
@@ -113,7 +113,7 @@ def _hears(endpoint: Endpoint, node: FabricNode, candidate: Endpoint) -> bool:
         if candidate.mac and candidate.mac.lower() in ports:
             return True
         system = neighbour.system.partition(".")[0].lower()
-        if system == node.name.lower() or neighbour.chassis.lower() in macs:
-            if candidate.interface.lower() in ports:
-                return True
+        named = system == node.name.lower() or neighbour.chassis.lower() in macs
+        if named and candidate.interface.lower() in ports:
+            return True
     return False

@@ -4,8 +4,8 @@
 end: bytes flow from `source` to `destination`, and the destination is the one that connects. Topologies:
 
 - direct: every pair of ranks that reach each other; a transfer is one hop;
-- ring: rank r and rank r+1, and the last and the first; a transfer takes the shorter way round, and increasing
-  rank numbers when both are equally long;
+- ring: rank r and rank r+1, and the last and the first; a transfer takes the shorter way round, and
+  increasing rank numbers when both are equally long;
 - chain: a ring that is not closed.
 """
 

@@ -74,10 +74,10 @@ def _check_names(nodes: Sequence[Node]) -> None:
     seen: set[str] = set()
     for node in nodes:
         if node.name in seen:
-            raise PlacementError(f"node {node.name!r} is a candidate twice; name each node once")
+            raise PlacementError(f"Node {node.name!r} is a candidate twice. Name each node once.")
         seen.add(node.name)
     if not nodes:
-        raise PlacementError("there is no candidate node; pair one, or name nodes that answer with --nodes")
+        raise PlacementError("There is no candidate node. Pair one, or name nodes that answer with --nodes.")
 
 
 def _check_indices(needs: Needs, indices: tuple[int, ...] | None) -> None:
@@ -85,11 +85,11 @@ def _check_indices(needs: Needs, indices: tuple[int, ...] | None) -> None:
         return
     named = ", ".join(str(index) for index in indices)
     if len(set(indices)) != len(indices):
-        raise PlacementError(f"--gpus {named} names a GPU twice; name each index once")
+        raise PlacementError(f"--gpus {named} names a GPU twice. Name each index once.")
     wanted = 1 if needs.layout == MULTI_HOST else needs.ranks
     if len(indices) != wanted:
         kind = "multi-host" if needs.layout == MULTI_HOST else "single-host"
         raise PlacementError(
             f"--gpus {named} names {count(len(indices), 'GPU')}, but this {kind} core of "
-            f"{count(needs.ranks, 'rank')} uses {wanted} on each of its nodes; name {wanted}"
+            f"{count(needs.ranks, 'rank')} uses {wanted} on each of its nodes. Name {wanted}."
         )

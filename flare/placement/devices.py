@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flare.errors import PlacementError
 from flare.placement.values import MULTI_HOST, Gpu, Needs, Node
+from flare.printable import printable
 
 
 def node_refusal(needs: Needs, node: Node) -> str | None:
@@ -12,7 +13,7 @@ def node_refusal(needs: Needs, node: Node) -> str | None:
     if engine not in node.engines:
         return f"the engine {engine} is not installed there; install it with `flare engine install {engine}`"
     if node.held_by is not None:
-        return f"the whole node is held by the running group {node.held_by}; stop it, or wait until it ends"
+        return f"the whole node is held by the running group {printable(node.held_by)}; stop it first"
     if not node.gpus:
         return "it reports no GPU"
     return None
@@ -21,9 +22,9 @@ def node_refusal(needs: Needs, node: Node) -> str | None:
 def device_refusal(needs: Needs, gpu: Gpu, needed: int) -> str | None:
     """Why `gpu` is not free for a rank of `needed` bytes (rules 1 and 2)."""
     if gpu.revision != needs.revision:
-        return f"{gpu.label} is {gpu.revision}, the core is for {needs.revision}"
+        return f"{gpu.label} is {printable(gpu.revision)}, the core is for {needs.revision}"
     if gpu.group is not None:
-        return f"{gpu.label} is held by the running group {gpu.group}"
+        return f"{gpu.label} is held by the running group {printable(gpu.group)}"
     if gpu.memory_free < needed:
         missing = needed - gpu.memory_free
         return f"{gpu.label} has {gpu.memory_free} of {needed} bytes free: {missing} bytes are missing"
@@ -44,7 +45,11 @@ def offered_devices(node: Node, indices: tuple[int, ...] | None) -> tuple[list[G
 
 def held_devices(gpus: list[Gpu]) -> list[str]:
     """What keeps a member from taking the whole node: each device that a running group holds."""
-    return [f"{gpu.label} is held by the running group {gpu.group}" for gpu in gpus if gpu.group is not None]
+    return [
+        f"{gpu.label} is held by the running group {printable(gpu.group)}"
+        for gpu in gpus
+        if gpu.group is not None
+    ]
 
 
 def device_for(needs: Needs, node: Node, rank: int, indices: tuple[int, ...] | None) -> Gpu | str:
@@ -77,5 +82,5 @@ def line(node: Node, text: str) -> str:
 def failure(needs: Needs, reason: str, lines: list[str]) -> PlacementError:
     """The explanation: what was asked, what is in the way, one line a node."""
     kind = "multi-host" if needs.layout == MULTI_HOST else "single-host"
-    head = f"cannot place the {kind} {needs.revision} core of {count(needs.ranks, 'rank')}: {reason}"
+    head = f"Cannot place the {kind} {needs.revision} core of {count(needs.ranks, 'rank')}: {reason}"
     return PlacementError("\n".join([head, *lines]))

@@ -19,7 +19,7 @@ FINGERPRINT = "0123456789abcdef" * 4
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-0000000000"
 
-# Runs in a process of its own, because a process loads NVML once. It reads once before and once after each step,
+# Runs in a process of its own, because a process loads NVML once. It reads before and after each step,
 # which is (faults to write or None, seconds that pass).
 READER = """
 import dataclasses, json, os, sys
