@@ -1,0 +1,123 @@
+"""The peer's side of the rendezvous: find rank zero, prove the launch key, be welcomed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from flare.errors import RankError, RemoteProtocolError, UnreachableError
+from flare.printable import printable
+from flare.rank.hello import PeerFacts, hello_message, words_of
+from flare.rank.link import Link
+from flare.rank.proof import Purpose, record_ciphers
+from flare.rank.rendezvous import MEETING_LIMIT
+from flare.rank.sockets import PROOF_LIMIT, describe, prove_blocking, set_up, show, shut
+from flare.strict_json import Reader
+
+
+async def join(
+    host: str,
+    port: int,
+    *,
+    rank: int,
+    key: bytes,
+    facts: PeerFacts,
+    remark: Callable[[str], None],
+    seconds: float = MEETING_LIMIT,
+) -> tuple[Link, Reader]:
+    """Go to rank zero and be welcomed: the peer's side.
+
+    Args:
+        host, port: the rendezvous address.
+        rank: this rank.
+        key: the launch key.
+        facts: what this rank says of itself.
+        remark: prints one line.
+        seconds: how long to wait for rank zero to listen.
+
+    Returns:
+        The connection, and the welcome: index_sha256, ranks and what else rank zero tells.
+
+    Raises:
+        UnreachableError: rank zero does not listen there, or has another launch key.
+        RankError: rank zero refused this rank, and said why.
+    """
+    loop = asyncio.get_running_loop()
+    connection = await _connect(host, port, seconds, remark)
+    try:
+        ranks, digest = await _prove(connection, rank, key)
+    except BaseException:
+        shut(connection)  # wakes the thread, if it still waits
+        connection.close()
+        raise
+    send, receive = record_ciphers(key, digest)
+    link = Link(connection, send, receive, f"rank zero ({show((host, port))})")
+    try:
+        if not 1 <= rank < ranks:
+            raise RankError(f"Rank zero's group has the ranks 0 to {ranks - 1}; there is no peer {rank}.")
+        await link.send(hello_message(facts))
+        # Rank zero may still be resolving its core.
+        begun = loop.time()
+        message = await asyncio.wait_for(link.receive(), seconds)
+        if message["type"] == "refused":
+            raise RankError(f"Rank zero refused rank {rank}: {words_of(message)}")
+        if message["type"] != "welcome":
+            raise RemoteProtocolError(
+                f"Rank zero sent {printable(message['type'][:40])} instead of a welcome."
+            )
+    except TimeoutError:
+        link.close()
+        raise UnreachableError(
+            f"Rank zero did not welcome rank {rank} within {loop.time() - begun:.0f} s."
+        ) from None
+    except BaseException:
+        link.close()
+        raise
+    return link, Reader(message, "The welcome of rank zero")
+
+
+async def _connect(host: str, port: int, seconds: float, remark: Callable[[str], None]) -> socket.socket:
+    """Connect, and try again while nobody listens: the ranks of a launch start in any order."""
+    loop = asyncio.get_running_loop()
+    limit = loop.time() + seconds
+    told = False
+    while True:
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as problem:
+            raise UnreachableError(
+                f"The rendezvous address {printable(host)} cannot be resolved: {describe(problem)}."
+            ) from None
+        family, kind, _, _, address = found[0]
+        connection = socket.socket(family, kind | socket.SOCK_CLOEXEC)
+        connection.setblocking(False)
+        try:
+            await asyncio.wait_for(loop.sock_connect(connection, address), PROOF_LIMIT)
+        except (OSError, TimeoutError) as problem:
+            connection.close()
+            if loop.time() > limit:
+                raise UnreachableError(
+                    f"Rank zero does not listen at {show((host, port))} ({_why(problem)}). "
+                    "Is rank 0 running, and is its port open in the firewall?"
+                ) from None
+            if not told:
+                told = True
+                remark(f"rank zero does not listen at {show((host, port))} yet ({_why(problem)}); waiting")
+            await asyncio.sleep(0.25)
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            set_up(connection)
+            return connection
+
+
+def _why(problem: Exception) -> str:
+    return describe(problem) if isinstance(problem, OSError) and problem.errno else "no answer"
+
+
+async def _prove(connection: socket.socket, rank: int, key: bytes) -> tuple[int, bytes]:
+    # The exchange is three small messages; a thread runs the same code that the other purposes use.
+    connection.setblocking(True)
+    return await asyncio.to_thread(prove_blocking, connection, Purpose.RENDEZVOUS, rank, key)

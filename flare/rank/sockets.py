@@ -1,0 +1,151 @@
+"""Sockets between ranks: how they are set up, and how a connection proves that it belongs to the launch."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import socket
+from typing import Final
+
+from flare.errors import RemoteProtocolError, UnreachableError
+from flare.rank.proof import (
+    NONCE_LENGTH,
+    PROOF_LENGTH,
+    ZERO_HELLO_LENGTH,
+    Purpose,
+    parse_zero_hello,
+    peer_hello,
+    peer_proof,
+    same,
+    transcript,
+    zero_proof,
+)
+
+DEAD_AFTER: Final = 5
+"""Seconds until the kernel gives a silent connection up: a cut cable ends the group in that time."""
+PROOF_LIMIT: Final = 10.0
+"""Seconds for the whole proof, on either side."""
+
+
+def set_up(connection: socket.socket) -> None:
+    """Send small messages at once, and notice a cut cable within DEAD_AFTER seconds.
+
+    The kernel asks, not a heartbeat of ours: that would misfire while an engine loads.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", DEAD_AFTER - 1),
+        ("TCP_USER_TIMEOUT", DEAD_AFTER * 1000),
+    ):
+        option = getattr(socket, name, None)  # macOS lacks some; a manual peer there relies on the rest
+        if option is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(256)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def show(address: tuple[object, ...]) -> str:
+    """Return a socket address as people write it."""
+    host = str(address[0])
+    return f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches `host`; a name counts only when it is localhost."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def receive_exactly(connection: socket.socket, length: int) -> bytes:
+    """Return `length` bytes.
+
+    Raises:
+        EOFError: the other side closed the connection before.
+    """
+    loop = asyncio.get_running_loop()
+    data = bytearray()
+    while len(data) < length:
+        piece = await loop.sock_recv(connection, length - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def prove_blocking(connection: socket.socket, purpose: Purpose, rank: int, key: bytes) -> tuple[int, bytes]:
+    """Prove to rank zero that this connection belongs to the launch, and check that it does too.
+
+    Args:
+        connection: fresh and blocking.
+
+    Returns:
+        The number of ranks, and the transcript's digest.
+
+    Raises:
+        UnreachableError: rank zero ended the connection, which it does when the keys differ.
+        RemoteProtocolError: it is not the rank zero of this launch.
+    """
+    connection.settimeout(PROOF_LIMIT)
+    try:
+        hello = peer_hello(purpose, rank, secrets.token_bytes(NONCE_LENGTH))
+        connection.sendall(hello)
+        answer = _receive_blocking(connection, ZERO_HELLO_LENGTH)
+        ranks = parse_zero_hello(answer)
+        digest = transcript(hello, answer)
+        connection.sendall(peer_proof(key, digest))
+        proof = _receive_blocking(connection, PROOF_LENGTH)
+    except (EOFError, OSError):
+        raise UnreachableError(
+            "Rank zero ended the connection during the proof: it has another launch key, or no place for "
+            "this rank. Compare the two sides' --rendezvous-key-file; rank zero's output says more."
+        ) from None
+    if not same(proof, zero_proof(key, digest)):
+        raise RemoteProtocolError("What answers at the rendezvous address does not know the launch key.")
+    connection.settimeout(None)
+    return ranks, digest
+
+
+def _receive_blocking(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        piece = connection.recv(length - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def shut(connection: socket.socket) -> None:
+    """End both directions, which also wakes a thread that waits on it; closing is its owner's."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def describe(problem: OSError) -> str:
+    """Return an OSError's own words."""
+    return problem.strerror or os.strerror(problem.errno) if problem.errno else str(problem)
