@@ -1,7 +1,8 @@
 """orbit.toml: the controller's memory. Nothing else writes it.
 
-Pairing and `flare orbit controllers` write it beside the operator's own edits, so an edit changes what it must and
-leaves comments and order alone. Two commands at once take turns by a lock; an editor that saved in between is noticed.
+Pairing and `flare orbit controllers` write it beside the operator's own edits, so an edit changes what it
+must and leaves comments and order alone. Two commands at once take turns by a lock; an editor that saved in
+between is noticed.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class OrbitEdit:
         self._accept(document, groups=groups)
 
     def _accept(self, document: Any, **changed: object) -> None:
-        """Take an edited document when it says exactly what was meant: a layout that tomlkit rearranges is refused."""
+        """Take an edited document when it says exactly what was meant; tomlkit can misplace odd layouts."""
         text = document.as_string()
         old = self.now
         try:
@@ -153,7 +154,8 @@ class OrbitEdit:
 
     def _unsafe(self) -> ConfigError:
         return ConfigError(
-            f"{self._path} is laid out in a way that cannot be edited safely; nothing was changed. Write every table "
+            f"{self._path} is laid out in a way that cannot be edited safely; nothing was changed. Write "
+            f"every table "
             "under a header of its own and those of one kind one after the other ([controllers], [[node]], "
             "[cluster.NAME], [[group]]), then run the command again."
         )

@@ -113,7 +113,8 @@ class OrbitFile:
             if node.name == name:
                 return node
         raise NotFoundError(
-            f"No node named {printable(name)} is paired. {_known('nodes', [node.name for node in self.nodes])} "
+            f"No node named {printable(name)} is paired. "
+            f"{_known('nodes', [node.name for node in self.nodes])} "
             "Pair it with `flare orbit pair HOST`, or look at `flare orbit status`."
         )
 
@@ -167,7 +168,8 @@ class OrbitFile:
             cluster: what --cluster says, or None.
 
         Returns:
-            That cluster's nodes; without --cluster the sole cluster's, or every paired node when none is defined.
+            That cluster's nodes; without --cluster the sole cluster's, or every paired node when none is
+            defined.
 
         Raises:
             ConfigError: several clusters are defined and none was named.
@@ -215,7 +217,8 @@ def parse_orbit_file(path: Path, data: bytes) -> OrbitFile:
         data: its bytes.
 
     Raises:
-        ConfigError: the message has one line for each thing that is wrong, with file, line and a way to mend it.
+        ConfigError: the message has one line for each thing that is wrong, with file, line and a way to mend
+            it.
     """
     try:
         text = data.decode("utf-8")
@@ -375,7 +378,8 @@ class _Reading:
                     index,
                     "fingerprint",
                     f"the fingerprint of {where} is not that of its public_key. One of them was changed: "
-                    f"compare with `flare agent status` on the host, or `flare orbit forget {name}` and pair it again.",
+                    f"compare with `flare agent status` on the host, or `flare orbit forget {name}` and "
+                    f"pair it again.",
                 )
             for other in found:
                 if other.name == name:

@@ -18,7 +18,7 @@ class Bar(Protocol):
 
 
 class Reporter(Protocol):
-    """What the controller tells while it works. Texts may hold words of a peer: the implementation escapes them."""
+    """What the controller tells while it works. Texts may hold a peer's words: implementations escape."""
 
     def say(self, text: str, /) -> None:
         """A line of the result."""

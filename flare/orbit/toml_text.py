@@ -20,7 +20,7 @@ _QUOTES = ('"""', "'''", '"', "'")
 
 @dataclass(slots=True)
 class TableLines:
-    """Where one table stands: its dotted header, its place among tables of that header, the line of each key."""
+    """Where one table stands: dotted header, place among tables of that header, the line of each key."""
 
     header: str
     index: int
@@ -164,13 +164,12 @@ def set_values(table: Any, values: Mapping[str, object]) -> None:
         if value is None:
             table.pop(key, None)
             continue
-        if isinstance(value, tuple):
-            value = list(value)
-        # JSON is full of double quotes: a literal string keeps a record readable.
-        literal = isinstance(value, str) and '"' in value and "'" not in value and value.isprintable()
-        item = (
-            tomlkit.string(value, literal=True) if literal and isinstance(value, str) else tomlkit.item(value)
-        )
+        item: Any
+        if isinstance(value, str) and '"' in value and "'" not in value and value.isprintable():
+            # JSON is full of double quotes: a literal string keeps a record readable.
+            item = tomlkit.string(value, literal=True)
+        else:
+            item = tomlkit.item(list(value) if isinstance(value, tuple) else value)
         if key in table and table[key] == item:
             continue
         table[key] = item
@@ -202,7 +201,8 @@ def _after(document: Any, name: str) -> Any:
         elif found and isinstance(item, tomlkit.items.AoT) and len(item):
             return item[0]
         elif found and isinstance(item, tomlkit.items.Table):
-            # [cluster.sparks] without [cluster] is a table inside an implicit one, which prints no header itself.
+            # [cluster.sparks] without [cluster] is a table inside an implicit one, which prints no header
+            # itself.
             inner = item
             while inner.is_super_table() and inner.value.body:
                 inner = inner.value.body[0][1]

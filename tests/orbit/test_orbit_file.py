@@ -204,9 +204,9 @@ def test_a_command_that_never_lets_go_is_named(path: Path) -> None:
     with (
         edit_orbit_file(path),
         pytest.raises(BusyError, match=r"Another flare command is changing .*orbit\.toml"),
+        edit_orbit_file(path, lock_wait=0.1),
     ):
-        with edit_orbit_file(path, lock_wait=0.1):
-            pass
+        pass
 
 
 def test_an_editor_that_saved_meanwhile_is_not_overwritten(path: Path) -> None:

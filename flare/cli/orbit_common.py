@@ -1,0 +1,64 @@
+"""What the orbit commands share: the reporter, the options, and the way into asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from flare.cli import output
+
+if TYPE_CHECKING:
+    from flare.orbit.controller import Controller
+    from flare.orbit.reporter import Bar
+
+Result = TypeVar("Result")
+
+cluster_option = click.option(
+    "--cluster", metavar="NAME", help="The cluster of orbit.toml to work on; the only one is the default."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for scripts.")
+
+
+class TerminalReporter:
+    """Says everything through flare.cli.output; `quiet` keeps standard output free for JSON."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+
+    def say(self, text: str, /) -> None:
+        """Print a line of the result."""
+        (output.note if self._quiet else output.say)(text)
+
+    def note(self, text: str, /) -> None:
+        """Print a remark on standard error."""
+        output.note(text)
+
+    def warn(self, text: str, /) -> None:
+        """Print a warning on standard error."""
+        output.warn(text)
+
+    def confirm(self, question: str, /) -> bool | None:
+        """Ask on the terminal; None where there is none."""
+        return output.confirm(question)
+
+    def progress(self) -> AbstractContextManager[Callable[[str, int | None], Bar]]:
+        """Show bars on a terminal."""
+        return output.progress()
+
+
+def open_controller(*, quiet: bool = False) -> Controller:
+    """Read this controller's files."""
+    from flare.orbit.controller import Controller
+    from flare.paths import Paths
+
+    return Controller.open(Paths.from_environment(), TerminalReporter(quiet=quiet))
+
+
+def run_async(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine of flare.orbit to its end."""
+    import asyncio
+
+    return asyncio.run(work)

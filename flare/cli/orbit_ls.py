@@ -1,0 +1,92 @@
+"""`flare orbit ls`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from flare.cli import output
+from flare.cli.orbit_common import cluster_option, json_option, open_controller, run_async
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flare.orbit.runs import Run
+
+
+@click.command(short_help="List saved groups and runs.")
+@cluster_option
+@json_option
+def ls(cluster: str | None, as_json: bool) -> None:
+    """List saved groups and every run that the cluster's nodes keep, with devices and state.
+
+    \b
+    Example:  flare orbit ls
+              flare orbit ls --json | jq '.runs[] | select(.state == "running") | .url'
+    """
+    from flare.orbit.client import Client
+    from flare.orbit.groups import list_groups, warn_unreachable
+
+    controller = open_controller(quiet=as_json)
+    client = Client(controller)
+    nodes = controller.orbit.scope(cluster)
+    listing = run_async(list_groups(client, nodes))
+    if as_json:
+        saved = [
+            {"name": entry.definition.name, "core": entry.definition.core, "state": entry.state}
+            for entry in listing.saved
+        ]
+        away = [answer.node.name for answer in listing.answers if answer.reply is None]
+        output.print_json(
+            {"runs": [run.to_json() for run in listing.runs], "saved": saved, "unreachable": away}
+        )
+        return
+    warn_unreachable(client, listing.answers)
+    if listing.runs:
+        print_runs(listing.runs)
+    stopped = [entry for entry in listing.saved if entry.state != "running"]
+    if listing.runs and stopped:
+        output.say()
+    if stopped:
+        output.table(
+            ("saved group", "state", "core"),
+            [(entry.definition.name, entry.state, entry.definition.core) for entry in stopped],
+        )
+    if not listing.runs and not stopped:
+        output.say(
+            "No group runs, none is retained and none is saved. Start one with `flare orbit run CORE`."
+        )
+
+
+def print_runs(runs: Sequence[Run]) -> None:
+    """Print one row a run."""
+    output.table(
+        ("group", "state", "phase", "up", "ranks", "url", "launch"),
+        [
+            (
+                run.name,
+                run.state,
+                run.phase,
+                output.human_duration(run.uptime),
+                _ranks(run),
+                run.url,
+                run.launch,
+            )
+            for run in runs
+        ],
+    )
+    for run in runs:
+        for rank in run.ranks:
+            if rank.report.reason and rank.report.state == "failed":
+                output.say(f"  {run.name} rank {rank.report.rank} on {rank.node.name}: {rank.report.reason}")
+        if run.missing and run.running:
+            output.warn(f"{run.name}: no node that answered knows rank {', '.join(map(str, run.missing))}.")
+
+
+def _ranks(run: Run) -> str:
+    """Such as "maxwell:0, hertz:0": each rank's node and devices."""
+    return ", ".join(
+        rank.node.name + (":" + "+".join(map(str, rank.devices)) if rank.devices else "")
+        for rank in run.ranks
+    )

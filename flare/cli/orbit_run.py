@@ -1,0 +1,112 @@
+"""`flare orbit run`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flare.cli.orbit_common import open_controller, run_async
+from flare.cli.serving import serving_options, serving_words
+
+if TYPE_CHECKING:
+    from flare.orbit.controller import Controller
+    from flare.orbit.request import LaunchRequest
+    from flare_workers.spawner import SpawnerHandle
+
+
+@click.command(short_help="Place a core on nodes, start its group and follow it.")
+@click.argument("core", required=False)
+@click.option("--cluster", metavar="NAME", help="Candidate nodes: a cluster's, in its order.")
+@click.option("--nodes", metavar="NODE,...", help="Candidate nodes in rank order.")
+@click.option("--name", metavar="GROUP", help="The group's name; without CORE the saved group to start.")
+@click.option("--gpus", metavar="N,...", help="Device indices that every member uses on its node.")
+@click.option("--persistent", is_flag=True, help="Save this launch under --name in the orbit file.")
+@click.option("--dry-run", is_flag=True, help="Print the placement and stop there.")
+@click.option("--detach", is_flag=True, help="Return once the ranks run instead of following them.")
+@click.option(
+    "--transfer-streams", type=int, metavar="N", help="Parallel connections for core data (default 8)."
+)
+@click.option("--accept-publisher", metavar="FINGERPRINT", help="Accept this publisher without a question.")
+@click.option(
+    "--publisher-key", "publisher_keys", multiple=True, metavar="FILE", help="Also trust this profile."
+)
+@click.option("--trust-store", metavar="FILE", help="Use this trust store instead of the controller's own.")
+@serving_options
+def run(core: str | None, dry_run: bool, detach: bool, **arguments: Any) -> None:
+    """Place a core's ranks on nodes, start them under their agents, and follow their output.
+
+    CORE is a primary .safetensors file here, or NODE:/absolute/path on a paired node. Ctrl-C stops the
+    group, a second Ctrl-C leaves at once. Ends with exit code 15 when a rank failed.
+
+    \b
+    Example:  flare orbit run ./smollm2-tp2.safetensors --dry-run
+              flare orbit run maxwell:/data/glm53-tp2.safetensors --cluster sparks \\
+                  --name glm53 --persistent --detach --host 0.0.0.0 --max-concurrency 16
+              flare orbit run --name glm53 --detach
+    """
+    from flare.orbit.request import RunOptions, parse_indices, parse_names, plan_request
+
+    words = serving_words(arguments)
+    gpus, nodes = arguments.pop("gpus"), arguments.pop("nodes")
+    controller = open_controller()
+    request = plan_request(
+        controller.orbit,
+        RunOptions(
+            core=core,
+            nodes=parse_names(nodes) if nodes is not None else (),
+            gpus=parse_indices(gpus) if gpus is not None else None,
+            serving=words,
+            dry_run=dry_run,
+            detach=detach,
+            **arguments,
+        ),
+    )
+    _launch(controller, request, persistent=arguments["persistent"], dry_run=dry_run, detach=detach)
+
+
+def _launch(
+    controller: Controller, request: LaunchRequest, *, persistent: bool, dry_run: bool, detach: bool
+) -> None:
+    from flare.cores.reference import LocalReference
+    from flare.orbit.attended import LeftRunningError
+
+    spawner = None
+    if isinstance(request.reference, LocalReference) and not dry_run:
+        from flare_workers.spawner import start
+
+        # Upload workers are forked from a process that has neither an event loop nor a thread.
+        spawner = start()
+    try:
+        run_async(_run(controller, request, spawner, persistent=persistent, dry_run=dry_run, detach=detach))
+    except LeftRunningError:
+        raise SystemExit(130) from None
+
+
+async def _run(
+    controller: Controller,
+    request: LaunchRequest,
+    spawner: SpawnerHandle | None,
+    *,
+    persistent: bool,
+    dry_run: bool,
+    detach: bool,
+) -> None:
+    from flare.orbit.attended import follow_group, report_started
+    from flare.orbit.client import Client
+    from flare.orbit.launch import launch, plan_launch, report_plan, save_definition
+
+    client = Client(controller)
+    plan = await plan_launch(client, request)
+    report_plan(client, plan)
+    if dry_run:
+        return
+    if persistent:
+        save_definition(client, plan)
+    group = await launch(client, plan, spawner)
+    report_started(client, plan, group)
+    if detach:
+        for stream in group.streams:
+            await stream.session.close()
+    else:
+        await follow_group(client, group)

@@ -1,0 +1,158 @@
+"""Nodes' STATUS replies become candidates of placement, and a placement becomes lines for a person."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from flare.errors import BusyError, PlacementError, StorageError, UnsupportedError
+from flare.orbit.client import Answer
+from flare.orbit.resolve import Core
+from flare.orbit.runs import RUNNING
+from flare.placement import Gpu, Needs, Node, Placed, Placement, place
+from flare.wire.messages import CoreReport, StatusReply
+
+_RANK_ENTRY = re.compile(r"-rank(\d{1,4})\Z")
+
+
+def needs_of(core: Core) -> Needs:
+    """What the core's signed index asks of its hosts."""
+    index = core.primary.index
+    return Needs(
+        revision=index.revision,
+        layout=index.layout,
+        ranks=index.ranks,
+        device_bytes=index.device_bytes,
+        serving_reserve=index.serving_reserve,
+        engine=index.engine,
+    )
+
+
+def candidate(answer: Answer[StatusReply], core: Core) -> Node:
+    """One answering node as placement sees it."""
+    status = answer.reply
+    assert status is not None, "only nodes that answered are candidates"
+    held = [report for report in status.cores if _same_core(report, core)]
+    running = [group for group in status.groups if group.state == RUNNING]
+    return Node(
+        name=answer.node.name,
+        gpus=tuple(
+            Gpu(gpu.index, gpu.uuid, gpu.revision, gpu.memory_total, gpu.memory_free, gpu.group)
+            for gpu in status.gpus
+        ),
+        holds_complete=any(_rank_of(report) is None for report in held),
+        holds_ranks=frozenset(rank for report in held if (rank := _rank_of(report)) is not None),
+        engines=frozenset(status.engines),
+        is_source=core.source is not None and core.source.name == answer.node.name,
+        held_by=next((group.launch for group in running if not group.gpus), None),
+    )
+
+
+def _same_core(report: CoreReport, core: Core) -> bool:
+    return report.verified and report.index_sha256 == core.primary.index_sha256.hex()
+
+
+def _rank_of(report: CoreReport) -> int | None:
+    """The rank whose data a cache entry holds; None for a complete core."""
+    match = _RANK_ENTRY.search(report.name)
+    return int(match.group(1)) if match else None
+
+
+def place_core(
+    core: Core, answers: Sequence[Answer[StatusReply]], *, listed: bool, gpu_indices: tuple[int, ...] | None
+) -> Placement:
+    """Choose the members among the nodes that answered.
+
+    Raises:
+        PlacementError: no assignment exists; a line for each node, those that did not answer included.
+    """
+    away = [answer for answer in answers if answer.reply is None]
+    lines = [f"  {answer.error.message}" for answer in away if answer.error is not None]
+    candidates = [candidate(answer, core) for answer in answers if answer.reply is not None]
+    if not candidates:
+        raise PlacementError("No candidate node answered:\n" + "\n".join(lines))
+    try:
+        return place(needs_of(core), candidates, listed=listed, gpu_indices=gpu_indices)
+    except PlacementError as problem:
+        if not lines:
+            raise
+        raise PlacementError(f"{problem.message}\nNodes that did not answer:\n" + "\n".join(lines)) from None
+
+
+def check_name_free(name: str, answers: Sequence[Answer[StatusReply]]) -> None:
+    """Refuse a group name that runs on a candidate node.
+
+    Raises:
+        BusyError: names the launch and its nodes.
+    """
+    holders = [
+        (answer.node.name, group.launch)
+        for answer in answers
+        if answer.reply is not None
+        for group in answer.reply.groups
+        if group.name == name and group.state == RUNNING
+    ]
+    if holders:
+        nodes = ", ".join(sorted({node for node, _ in holders}))
+        raise BusyError(
+            f"A group named {name} runs already on {nodes} ({holders[0][1]}). Stop it with "
+            f"`flare orbit stop {name}`, or give this one another name with --name."
+        )
+
+
+def check_executables(placement: Placement, answers: Sequence[Answer[StatusReply]]) -> dict[str, str]:
+    """Return the executable that each member's agent advertises, by node name.
+
+    Raises:
+        UnsupportedError: a member advertises none.
+    """
+    advertised = {answer.node.name: answer.hello.executable for answer in answers if answer.hello is not None}
+    found = {}
+    for member in placement.members:
+        executable = advertised.get(member.node.name)
+        if not executable:
+            raise UnsupportedError(
+                f"The agent on {member.node.name} does not say which executable its ranks run, so nothing "
+                f"was sent. "
+                "Update it there with `flare agent install`."
+            )
+        found[member.node.name] = executable
+    return found
+
+
+def check_room(core: Core, member: Placed, answers: Sequence[Answer[StatusReply]]) -> None:
+    """Refuse to upload a core to a node whose cache cannot take it.
+
+    Raises:
+        StorageError: with both sizes.
+    """
+    for answer in answers:
+        if answer.node.name == member.node.name and answer.reply is not None:
+            free = answer.reply.cache_free
+            if free < core.stored_bytes:
+                raise StorageError(
+                    f"The core has {core.stored_bytes:,} bytes, but the cache of {member.node.name} has "
+                    f"room for "
+                    f"{free:,}. Free some space there (`flare orbit cores` lists its cache), or choose "
+                    f"another node."
+                )
+
+
+def describe_placement(core: Core, placement: Placement) -> list[str]:
+    """One line a member: rank, node, devices, and whether the node holds what the rank reads."""
+    lines = []
+    for member in placement.members:
+        devices = ", ".join(f"{gpu.label} ({gpu.revision})" for gpu in member.gpus) or "the whole node"
+        lines.append(f"rank {member.rank}  {member.node.name}  {devices}  {_holding(core, member)}")
+    return lines
+
+
+def _holding(core: Core, member: Placed) -> str:
+    needed = core.primary.index.rank_bytes(member.rank)
+    if member.rank == 0 and member.node.is_source:
+        return f"reads {core.path} in place"
+    if needed == 0:
+        return "needs no core data"
+    if member.holds:
+        return "holds its data already"
+    return f"receives {needed:,} bytes"

@@ -1,0 +1,201 @@
+"""Sessions from the controller to its nodes.
+
+A node is always expected to have the key that pairing recorded. At the start of every session a node that
+missed revisions of the controller set is brought along, so that a revocation reaches it as soon as anybody
+talks to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from flare.errors import FlareError, ForbiddenError, UnreachableError
+from flare.orbit.controller import Controller
+from flare.orbit.orbit_records import NodeEntry
+from flare.session import Session, connect, parse_address
+from flare.wire.handshake import PROTOCOL_VERSION
+from flare.wire.messages import Controllers, Hello, Status, StatusReply
+
+CONNECT_TIMEOUT = 10.0  # seconds for name, connection, handshake and HELLO of one node
+REQUEST_TIMEOUT = 30.0  # seconds for one small reply; a node whose disk is busy answers within it
+MAX_CLOCK_DIFFERENCE = 30.0  # seconds; grants tolerate 60, so a warning comes before refusals
+
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[Reply]):
+    """What one node said: a reply with its HELLO, or why there is none."""
+
+    node: NodeEntry
+    reply: Reply | None
+    hello: Hello | None
+    error: FlareError | None
+
+
+class Client:
+    """Opens sessions as one controller."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self._told: set[tuple[str, str]] = set()
+
+    def hello(self) -> Hello:
+        """The HELLO of this controller."""
+        controllers = self.controller.controllers
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            public_key=self.controller.identity.public_key,
+            controllers_revision=controllers.revision if controllers else 0,
+            download_progress=True,
+            transfer_progress=True,
+        )
+
+    @asynccontextmanager
+    async def session(self, node: NodeEntry, *, timeout: float = CONNECT_TIMEOUT) -> AsyncIterator[Session]:
+        """Open a session and close it when the block ends.
+
+        Raises: as `open`.
+        """
+        session = await self.open(node, timeout=timeout)
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    async def open(self, node: NodeEntry, *, timeout: float = CONNECT_TIMEOUT) -> Session:
+        """Connect to a paired node and bring its controller set up to date.
+
+        Args:
+            node: the recorded node; the session is refused when another key answers.
+            timeout: seconds until HELLO is answered.
+
+        Raises:
+            UnreachableError: nobody answers at its address.
+            IdentityError: somebody else answers there.
+            VersionError: it speaks another protocol version.
+            ForbiddenError: the node does not obey this controller.
+        """
+        host, port = parse_address(node.address)
+        session = await connect(
+            host,
+            port,
+            self.controller.identity,
+            expected_key=node.public_key,
+            hello=self.hello(),
+            timeout=timeout,
+            peer_name=node.name,
+        )
+        try:
+            await self._agree(node, session)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def _agree(self, node: NodeEntry, session: Session) -> None:
+        hello = session.hello
+        if hello.node is None:
+            raise ForbiddenError(
+                f"Node {node.name} does not accept this controller: it was reset, or another controller "
+                f"removed this "
+                f"one. Run `flare orbit forget {node.name}` here and pair it again, or ask a controller "
+                f"that it "
+                f"accepts to run `flare orbit controllers add`."
+            )
+        controllers = self.controller.controllers
+        if controllers is None:
+            return
+        revision = hello.controllers_revision or 0
+        if revision < controllers.revision:
+            await session.request(Controllers(controllers.after(revision)), timeout=REQUEST_TIMEOUT)
+        elif revision > controllers.revision:
+            self._warn_once(
+                node.name,
+                "revision",
+                f"Node {node.name} holds revision {revision} of the controller set, newer "
+                f"than "
+                f"revision {controllers.revision} in {self.controller.orbit.path}. Copy [controllers] from "
+                f"the "
+                "controller that wrote it.",
+            )
+
+    async def ask(
+        self, node: NodeEntry, message: Any, *, timeout: float = REQUEST_TIMEOUT
+    ) -> tuple[Hello, Any]:
+        """Send one request on a session of its own.
+
+        Returns:
+            The node's HELLO and the reply.
+
+        Raises: as `open`, and what the node's ERROR says.
+        """
+        async with self.session(node) as session:
+            reply = await session.request(message, timeout=timeout)
+            return session.hello, reply
+
+    async def ask_all(
+        self, nodes: Sequence[NodeEntry], message: Any, *, timeout: float = REQUEST_TIMEOUT
+    ) -> list[Answer[Any]]:
+        """Ask every node the same at the same time; a node that fails is an answer with its error."""
+        return await self.for_all(nodes, lambda node: self.ask(node, message, timeout=timeout))
+
+    async def for_all(
+        self, nodes: Sequence[NodeEntry], ask: Callable[[NodeEntry], Awaitable[tuple[Hello, Reply]]]
+    ) -> list[Answer[Reply]]:
+        """Run `ask` for every node at the same time and gather replies and errors, in the nodes' order."""
+
+        async def one(node: NodeEntry) -> Answer[Reply]:
+            try:
+                hello, reply = await ask(node)
+            except FlareError as problem:
+                return Answer(node, None, None, problem)
+            return Answer(node, reply, hello, None)
+
+        return list(await asyncio.gather(*(one(node) for node in nodes)))
+
+    async def statuses(self, nodes: Sequence[NodeEntry]) -> list[Answer[StatusReply]]:
+        """Ask every node for its STATUS; clocks that differ are told once."""
+        import time
+
+        answers: list[Answer[StatusReply]] = await self.ask_all(nodes, Status())
+        for answer in answers:
+            if answer.reply is None:
+                continue
+            difference = answer.reply.time - time.time()
+            if abs(difference) > MAX_CLOCK_DIFFERENCE:
+                direction = "ahead of" if difference > 0 else "behind"
+                self._warn_once(
+                    answer.node.name,
+                    "clock",
+                    f"The clock of node {answer.node.name} is {abs(difference):.0f} s {direction} this "
+                    f"host's. "
+                    "Launches are refused beyond 60 s: set both clocks (timedatectl status).",
+                )
+        return answers
+
+    def _warn_once(self, node: str, what: str, sentence: str) -> None:
+        if (node, what) not in self._told:
+            self._told.add((node, what))
+            self.controller.reporter.warn(sentence)
+
+
+def required(answers: Sequence[Answer[Reply]], doing: str) -> list[Reply]:
+    """Return every reply, for a command that needs all nodes.
+
+    Args:
+        answers: one a node.
+        doing: what needs them, such as "Removing a group", for the message.
+
+    Raises:
+        UnreachableError: names each node that did not answer and why.
+    """
+    missing = [answer for answer in answers if answer.reply is None]
+    if missing:
+        lines = [f"  {answer.error.message}" for answer in missing if answer.error]
+        raise UnreachableError(f"{doing} needs every node, but these did not answer:\n" + "\n".join(lines))
+    return [answer.reply for answer in answers if answer.reply is not None]

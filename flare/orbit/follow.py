@@ -1,0 +1,110 @@
+"""Following ranks: their output lines as they come, and how each one ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flare.errors import FlareError, RankError
+from flare.orbit.orbit_records import NodeEntry
+from flare.orbit.reporter import Reporter
+from flare.session import Session
+from flare.wire.messages import Exit, Log
+
+
+@dataclass(slots=True)
+class RankStream:
+    """A session on which RUN or ATTACH was answered with OK; LOG frames and at last one EXIT follow.
+
+    Attributes:
+        label: stands in front of every line.
+        exit: how the rank ended; None while it runs, or when the session was lost.
+        lost: why the session ended before EXIT.
+    """
+
+    rank: int
+    node: NodeEntry
+    session: Session
+    label: str
+    exit: Exit | None = None
+    lost: FlareError | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def of(cls, rank: int, node: NodeEntry, session: Session, *, group: str | None = None) -> RankStream:
+        """Make one; `group` goes into the label when several groups are followed at once."""
+        prefix = f"{group} " if group else ""
+        return cls(rank, node, session, f"[{prefix}rank {rank} {node.name}]")
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended in another way than with status 0."""
+        return self.lost is not None or (self.exit is not None and self.exit.status != 0)
+
+
+async def follow(streams: Sequence[RankStream], reporter: Reporter) -> None:
+    """Print every line until all ranks have ended or their sessions are lost; sets `exit` or `lost`."""
+    await asyncio.gather(*(_follow_one(stream, reporter) for stream in streams))
+
+
+async def _follow_one(stream: RankStream, reporter: Reporter) -> None:
+    try:
+        while True:
+            message = await stream.session.receive(Log, Exit)
+            if isinstance(message, Exit):
+                stream.exit = message
+                reporter.say(f"{stream.label} {describe_exit(message)}")
+                return
+            reporter.say(f"{stream.label} {message.line}")
+    except FlareError as problem:
+        stream.lost = problem
+        reporter.warn(
+            f"{stream.label} the connection was lost; the rank goes on without it. {problem.message}"
+        )
+    finally:
+        stream.ended.set()
+        await stream.session.close()
+
+
+def describe_exit(message: Exit) -> str:
+    """One phrase for how a rank ended."""
+    if message.signal is not None:
+        try:
+            how = f"was ended by {signal.Signals(message.signal).name}"
+        except ValueError:
+            how = f"was ended by signal {message.signal}"
+    elif message.status == 0:
+        how = "stopped"
+    else:
+        how = f"failed with status {message.status}"
+    return f"{how}: {message.reason}" if message.reason else f"{how}."
+
+
+def raise_for_failures(streams: Sequence[RankStream], group: str) -> None:
+    """Turn failed ranks into the command's exit code.
+
+    Raises:
+        RankError: a rank failed; names each and what to do.
+        FlareError: as the lost connection's class, when no rank is known to have failed.
+    """
+    failed = [stream for stream in streams if stream.exit is not None and stream.exit.status != 0]
+    if failed:
+        lines = [
+            f"  rank {stream.rank} on {stream.node.name} {describe_exit(stream.exit)}"
+            for stream in failed
+            if stream.exit is not None
+        ]
+        raise RankError(
+            f"The group {group} failed:\n"
+            + "\n".join(lines)
+            + f"\n`flare orbit attach {group}` shows its last "
+            f"output again; `flare orbit rm {group}` clears it."
+        )
+    for stream in streams:
+        if stream.lost is not None:
+            raise type(stream.lost)(
+                f"The connection to {stream.node.name} was lost, and the group {group} may still run there: "
+                f"`flare orbit ls` tells, `flare orbit attach {group}` follows it again."
+            )

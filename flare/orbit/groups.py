@@ -1,0 +1,169 @@
+"""What the controller does with groups that run or ran: list, attach, stop, remove."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flare.errors import BusyError, FlareError, NotFoundError, UnreachableError
+from flare.orbit.client import Answer, Client, required
+from flare.orbit.follow import RankStream, follow, raise_for_failures
+from flare.orbit.orbit_file import edit_orbit_file
+from flare.orbit.orbit_records import NodeEntry
+from flare.orbit.runs import Run, SavedState, collect_runs, saved_states, select_runs
+from flare.orbit.stopping import stop_group
+from flare.wire.messages import Attach, Remove, StatusReply
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Runs and saved groups of some nodes, and what each node answered."""
+
+    runs: list[Run]
+    saved: list[SavedState]
+    answers: list[Answer[StatusReply]]
+
+
+async def list_groups(client: Client, nodes: Sequence[NodeEntry]) -> Listing:
+    """Ask the nodes for their groups; nodes that do not answer are in `answers`."""
+    answers = await client.statuses(nodes)
+    runs = collect_runs(answers)
+    return Listing(runs, saved_states(client.controller.orbit.groups, runs, answers), answers)
+
+
+async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | None) -> None:
+    """Follow retained and live output until every chosen rank has ended.
+
+    Args:
+        selector: a group's name or launch identifier; None follows every retained run.
+
+    Raises:
+        NotFoundError: there is no such run.
+        UnreachableError: no node answered, or none of the chosen ranks could be attached to.
+        RankError: a followed group failed.
+    """
+    listing = await list_groups(client, nodes)
+    warn_unreachable(client, listing.answers)
+    runs = select_runs(listing.runs, selector)
+    several = len({run.launch for run in runs}) > 1
+    streams: dict[str, list[RankStream]] = {run.launch: [] for run in runs}
+    problems = []
+    for run in runs:
+        for rank in run.ranks:
+            try:
+                session = await client.open(rank.node)
+                await session.request(Attach(run.launch))
+            except FlareError as problem:
+                problems.append(
+                    f"rank {rank.report.rank} of {run.name} on {rank.node.name}: {problem.message}"
+                )
+                continue
+            stream = RankStream.of(rank.report.rank, rank.node, session, group=run.name if several else None)
+            streams[run.launch].append(stream)
+    for problem_line in problems:
+        client.controller.reporter.warn(f"cannot attach to {problem_line}")
+    following = [stream for of_run in streams.values() for stream in of_run]
+    if not following:
+        raise UnreachableError("No rank could be attached to. Try again when its node answers.")
+    await follow(following, client.controller.reporter)
+    for run in runs:
+        raise_for_failures(streams[run.launch], run.name)
+
+
+async def stop(client: Client, nodes: Sequence[NodeEntry], selector: str | None, *, now: bool) -> None:
+    """Stop the running groups that match, all at the same time, each with rank zero first.
+
+    Args:
+        selector: a group's name or launch identifier; None stops every running group on these nodes.
+        now: without draining.
+
+    Raises:
+        NotFoundError: nothing that matches runs.
+        UnreachableError: some of it may still run.
+    """
+    listing = await list_groups(client, nodes)
+    away = warn_unreachable(client, listing.answers)
+    running = [run for run in listing.runs if run.running]
+    chosen = [run for run in running if selector is None or selector in (run.name, run.launch)]
+    if not chosen:
+        if away:
+            raise UnreachableError(
+                f"Nothing to stop was found on the nodes that answered; {', '.join(away)} did not."
+            )
+        if selector is None:
+            raise NotFoundError("No group runs on these nodes.")
+        select_runs(listing.runs, selector)  # says which names there are
+        raise NotFoundError(f"{selector} has ended already. `flare orbit rm {selector}` clears its history.")
+    results = await asyncio.gather(
+        *(
+            stop_group(
+                client,
+                run.name,
+                run.launch,
+                [(rank.report.rank, rank.node) for rank in run.ranks if rank.running],
+                now=now,
+            )
+            for run in chosen
+        ),
+        return_exceptions=True,
+    )
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    if away and any(run.missing for run in chosen):
+        raise UnreachableError(
+            f"Ranks on {', '.join(away)} could not be asked. They stop when they notice that rank zero is "
+            f"gone; "
+            "run this again when those nodes answer."
+        )
+
+
+async def remove(client: Client, name: str) -> None:
+    """Remove a saved group with all its history, or one launch's history alone.
+
+    Args:
+        name: a group's name, or a launch identifier.
+
+    Raises:
+        UnreachableError: a paired node did not answer; nothing was removed.
+        BusyError: a selected rank runs.
+        NotFoundError: there is neither a definition nor a run of that name.
+    """
+    reporter = client.controller.reporter
+    nodes = client.controller.orbit.nodes
+    answers = await client.statuses(nodes)
+    required(answers, "Removing a group")
+    runs = [run for run in collect_runs(answers) if name in (run.name, run.launch)]
+    saved = name in client.controller.orbit.groups
+    if not runs and not saved:
+        raise NotFoundError(
+            f"There is neither a saved group nor a run called {name}. `flare orbit ls` lists them."
+        )
+    running = [run for run in runs if run.running]
+    if running:
+        raise BusyError(f"{name} runs ({running[0].launch}). Stop it first: `flare orbit stop {name}`.")
+    for run in runs:
+        for rank in run.ranks:
+            await client.ask(rank.node, Remove(run.launch))
+        reporter.say(f"Removed the history of {run.launch}.")
+    if saved:
+        with edit_orbit_file(client.controller.paths.orbit_file) as edit:
+            edit.remove_group(name)
+        reporter.say(f"Removed the saved group {name}. Cached cores stay where they are.")
+
+
+def warn_unreachable(client: Client, answers: Sequence[Answer[StatusReply]]) -> list[str]:
+    """Warn of each node that did not answer and return their names.
+
+    Raises:
+        UnreachableError: none did.
+    """
+    away = [answer for answer in answers if answer.reply is None]
+    if away and len(away) == len(answers):
+        lines = "\n".join(f"  {answer.error.message}" for answer in away if answer.error)
+        raise UnreachableError(f"No node answered:\n{lines}")
+    for answer in away:
+        if answer.error is not None:
+            client.controller.reporter.warn(answer.error.message)
+    return [answer.node.name for answer in away]

@@ -1,0 +1,290 @@
+"""`flare orbit run`: from the word CORE to ranks that run, or a reason why not.
+
+The steps are those of the specification, in its order: resolve, ask for trust, look at the nodes, place,
+    stage the
+core at rank zero, then RUN, rank zero first. Nothing is sent before everything that can be refused was
+looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flare.errors import FlareError, ProtocolError
+from flare.orbit.acceptance import accept_publisher
+from flare.orbit.candidates import (
+    check_executables,
+    check_name_free,
+    check_room,
+    describe_placement,
+    place_core,
+)
+from flare.orbit.client import Answer, Client
+from flare.orbit.follow import RankStream
+from flare.orbit.orbit_file import edit_orbit_file
+from flare.orbit.orbit_records import NodeEntry
+from flare.orbit.request import LaunchRequest
+from flare.orbit.resolve import Core, resolve_core
+from flare.orbit.staging import stage_core
+from flare.orbit.stopping import stop_group
+from flare.paths import check_name
+from flare.placement import Placed, Placement
+from flare.session import format_address, parse_address
+from flare.trust.grants import Grant, Member, Package, Source, new_launch_id, sign_grant
+from flare.trust.publishers import PublisherProfile
+from flare.trust.signed import KIND_RUN_GRANT, KIND_TRANSFER_GRANT
+from flare.wire.messages import Run, Status, StatusReply
+from flare_workers.spawner import SpawnerHandle
+
+GRANT_SECONDS = 600  # the specification's ten minutes
+RUN_TIMEOUT = 60.0  # seconds for an agent to check a grant, open its cache entry and start a process
+LAUNCH_KEY_LENGTH = 32  # bytes
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is decided before a byte moves.
+
+    Attributes:
+        nodes: the members' nodes in rank order.
+        executables: what each member's agent runs, by node name.
+        rendezvous: rank zero's "address:port" for its peers; None with one member.
+    """
+
+    request: LaunchRequest
+    core: Core
+    publisher: PublisherProfile
+    name: str
+    placement: Placement
+    nodes: tuple[NodeEntry, ...]
+    executables: dict[str, str]
+    rendezvous: str | None
+    answers: Sequence[Answer[StatusReply]]
+
+    @property
+    def url(self) -> str:
+        """Where rank zero will serve, as its host can be reached from here."""
+        options = self.request.options
+        host = options.http_host
+        if host in WILDCARDS:
+            host = parse_address(self.nodes[0].address)[0]
+        return f"http://{format_address(host, options.http_port)}"
+
+
+@dataclass(slots=True)
+class Group:
+    """A launch whose ranks were started; `streams` are in rank order."""
+
+    name: str
+    launch: str
+    url: str
+    streams: list[RankStream]
+
+    @property
+    def members(self) -> list[tuple[int, NodeEntry]]:
+        """(rank, node) of every member."""
+        return [(stream.rank, stream.node) for stream in self.streams]
+
+
+async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
+    """Resolve the core, ask for trust, look at the nodes and place the ranks. Starts and sends nothing.
+
+    Raises:
+        FlareError: whatever refuses the launch; see the steps.
+    """
+    reporter = client.controller.reporter
+    client.controller.member_set()
+    core = await resolve_core(client, request.reference)
+    publisher = accept_publisher(
+        client.controller,
+        core,
+        trust_store=request.trust_store,
+        profiles=request.publisher_keys,
+        accepted=request.accept_publisher,
+    )
+    name = check_name(request.name or core.default_name, "group name")
+    answers = await client.statuses(request.candidates)
+    for answer in answers:
+        if answer.error is not None:
+            reporter.warn(answer.error.message)
+    check_name_free(name, answers)
+    placement = place_core(core, answers, listed=request.listed, gpu_indices=request.gpus)
+    executables = check_executables(placement, answers)
+    entries = {node.name: node for node in request.candidates}
+    nodes = tuple(entries[member.node.name] for member in placement.members)
+    rendezvous = await _rendezvous(client, nodes) if len(nodes) > 1 else None
+    return Plan(request, core, publisher, name, placement, nodes, executables, rendezvous, tuple(answers))
+
+
+async def _rendezvous(client: Client, nodes: Sequence[NodeEntry]) -> str:
+    """Ask rank zero's node for the address that its host uses toward the first peer, and a free port."""
+    toward = parse_address(nodes[1].address)[0]
+    _, reply = await client.ask(nodes[0], Status(toward=toward))
+    if reply.address is None or reply.rendezvous_port is None:
+        raise ProtocolError(
+            f"Node {nodes[0].name} cannot say by which address {nodes[1].name} reaches it. Check that it "
+            f"resolves "
+            f"{toward} and has a route there."
+        )
+    return format_address(reply.address, reply.rendezvous_port)
+
+
+def report_plan(client: Client, plan: Plan) -> None:
+    """Print the placement: one line a member."""
+    reporter = client.controller.reporter
+    index = plan.core.primary.index
+    reporter.say(
+        f"Group {plan.name}: {index.model}, {index.engine}, {_ranks(index.ranks)}, {plan.core.reference}"
+    )
+    for line in describe_placement(plan.core, plan.placement):
+        reporter.say(f"  {line}")
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def save_definition(client: Client, plan: Plan) -> None:
+    """Write the saved group of a --persistent launch; called after placement, so that it can be retried."""
+    definition = replace(plan.request.definition, name=plan.name)
+    with edit_orbit_file(client.controller.paths.orbit_file) as edit:
+        edit.save_group(definition)
+    client.controller.reporter.note(f"Saved the group {plan.name}: start it again with --name {plan.name}.")
+
+
+async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> Group:
+    """Stage the core at rank zero and start every rank, rank zero first.
+
+    Args:
+        spawner: forks the workers of an upload; None when the core is not on this host.
+
+    Raises:
+        FlareError: staging failed and nothing was started, or a member refused and the others were stopped.
+    """
+    reporter = client.controller.reporter
+    launch_id = new_launch_id(plan.name, _now(), secrets.token_bytes(2))
+    key = secrets.token_bytes(LAUNCH_KEY_LENGTH)
+    grant = _grant(plan, launch_id)
+    if plan.core.source is None:
+        check_room(plan.core, plan.placement.members[0], plan.answers)
+    for node in plan.nodes:
+        reporter.note(f"{node.name} runs {plan.executables[node.name]}")
+    signed_transfer = sign_grant(client.controller.identity, grant)
+    await stage_core(
+        client,
+        plan.core,
+        plan.nodes[0],
+        plan.nodes,
+        signed_transfer,
+        plan.publisher,
+        spawner,
+        plan.request.streams,
+    )
+    issued = _now()
+    run_grant = replace(
+        grant,
+        kind=KIND_RUN_GRANT,
+        launch_key_sha256=hashlib.sha256(key).hexdigest(),
+        issued=issued,
+        expires=issued + GRANT_SECONDS,
+    )
+    signed = sign_grant(client.controller.identity, run_grant)
+    group = Group(plan.name, launch_id, plan.url, [])
+    asked: list[tuple[int, NodeEntry]] = []
+
+    async def start(rank: int, node: NodeEntry) -> RankStream:
+        session = await client.open(node)
+        try:
+            asked.append((rank, node))
+            request = Run(signed, rank, plan.publisher.to_text(), key)
+            await session.request(request, timeout=RUN_TIMEOUT)
+        except BaseException:
+            await session.close()
+            raise
+        return RankStream.of(rank, node, session)
+
+    try:
+        group.streams.append(await start(0, plan.nodes[0]))
+        results = await asyncio.gather(
+            *(start(rank, node) for rank, node in enumerate(plan.nodes) if rank > 0), return_exceptions=True
+        )
+        group.streams.extend(result for result in results if isinstance(result, RankStream))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+    except BaseException as problem:
+        await _undo(client, group, asked, problem)
+        raise
+    return group
+
+
+async def _undo(
+    client: Client, group: Group, asked: list[tuple[int, NodeEntry]], problem: BaseException
+) -> None:
+    """Stop what was started: a member that may have taken RUN is asked to stop too."""
+    for stream in group.streams:
+        await stream.session.close()
+    started = {stream.rank for stream in group.streams}
+    # A member that refused with an answer has nothing; one whose answer was lost may run.
+    refused = isinstance(problem, FlareError) and problem.exit_code not in (4, 10)
+    members = [(rank, node) for rank, node in asked if rank in started or not refused]
+    if not members:
+        return
+    client.controller.reporter.note(f"Stopping what was started of {group.name}.")
+    try:
+        await stop_group(client, group.name, group.launch, members, now=True)
+    except FlareError as left:
+        client.controller.reporter.warn(left.message)
+
+
+def _grant(plan: Plan, launch_id: str) -> Grant:
+    core = plan.core
+    options = plan.request.options
+    issued = _now()
+    source = None if core.source is None else Source(core.source.public_key, core.path)
+    return Grant(
+        kind=KIND_TRANSFER_GRANT,
+        launch=launch_id,
+        name=plan.name,
+        members=tuple(
+            _member(member, node) for member, node in zip(plan.placement.members, plan.nodes, strict=True)
+        ),
+        package=Package(
+            export=core.export,
+            length=core.primary.size,
+            files=tuple(path for path, _ in core.files),
+            source=source,
+            index_sha256=core.primary.index_sha256.hex(),
+            publisher=core.primary.fingerprint,
+        ),
+        rendezvous=plan.rendezvous,
+        serving=options.serving_words(),
+        rank_zero=options.rank_zero_words(),
+        roce_ring=bool(plan.request.definition.roce_ring),
+        roce_chain=bool(plan.request.definition.roce_chain),
+        transfer_fabric=None,
+        single_host=core.primary.index.layout == "single_host",
+        launch_key_sha256=None,
+        issued=issued,
+        expires=issued + GRANT_SECONDS,
+    )
+
+
+def _member(member: Placed, node: NodeEntry) -> Member:
+    return Member(
+        rank=member.rank,
+        name=node.name,
+        public_key=node.public_key,
+        address=node.address,
+        gpus=tuple(gpu.uuid for gpu in member.gpus),
+    )
+
+
+def _now() -> int:
+    return int(time.time())

@@ -1,0 +1,123 @@
+"""Stopping a group: rank zero first, so that running requests drain with all their peers still there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from flare.errors import FlareError, NotFoundError, UnreachableError
+from flare.orbit.client import Client
+from flare.orbit.follow import describe_exit
+from flare.orbit.orbit_records import NodeEntry
+from flare.orbit.runs import RUNNING
+from flare.wire.messages import Exit, Status, Stop
+
+PEER_GRACE = 30.0  # seconds; the specification's time for peers to leave with rank zero
+PEER_POLL = 0.5  # seconds between looks at peers that are about to leave
+NOTE_EVERY = 10.0  # seconds between remarks while rank zero drains
+
+
+async def stop_group(
+    client: Client,
+    name: str,
+    launch: str,
+    members: Sequence[tuple[int, NodeEntry]],
+    *,
+    now: bool = False,
+    peer_grace: float = PEER_GRACE,
+) -> None:
+    """Stop one launch: STOP to rank zero, wait for its EXIT, then STOP to peers that did not leave by
+    themselves.
+
+    Args:
+        name, launch: the group's name and the launch's identifier.
+        members: (rank, node) of every rank that is to stop.
+        now: do not drain: end requests at once, and do not wait for peers.
+        peer_grace: seconds that peers get to leave by themselves.
+
+    Raises:
+        UnreachableError: some ranks could not be stopped; the message names them and what to do.
+    """
+    zero = [(rank, node) for rank, node in members if rank == 0]
+    peers = [(rank, node) for rank, node in members if rank != 0]
+    stopper = _Stopper(client, name, launch, now=now)
+    for rank, node in zero:
+        await stopper.stop(rank, node)
+    if peers and not now and not stopper.problems:
+        peers = await stopper.left_behind(peers, peer_grace if zero else 0.0)
+    await asyncio.gather(*(stopper.stop(rank, node) for rank, node in peers))
+    if stopper.problems:
+        raise UnreachableError(
+            f"Not all of {name} could be stopped:\n"
+            + "\n".join(f"  {line}" for line in stopper.problems)
+            + f"\nRun `flare orbit stop {name}` again when they answer; on a host itself, "
+            "`systemctl --user restart flare-agent` ends all its ranks."
+        )
+    client.controller.reporter.say(f"Stopped {name} ({launch}).")
+
+
+class _Stopper:
+    def __init__(self, client: Client, name: str, launch: str, *, now: bool) -> None:
+        self.client = client
+        self.reporter = client.controller.reporter
+        self.name = name
+        self.launch = launch
+        self.now = now
+        self.problems: list[str] = []
+
+    async def stop(self, rank: int, node: NodeEntry) -> None:
+        where = f"rank {rank} on {node.name}"
+        try:
+            async with self.client.session(node) as session:
+                await session.request(Stop(group=self.launch, now=self.now))
+                self.reporter.note(f"{self.name}: asked {where} to stop{' at once' if self.now else ''}.")
+                message = await self._wait_for_exit(session, where)
+        except NotFoundError:
+            return  # it ended by itself meanwhile, and its history with it
+        except FlareError as problem:
+            self.problems.append(f"{where}: {problem.message}")
+            return
+        self.reporter.note(f"{self.name}: {where} {describe_exit(message)}")
+
+    async def _wait_for_exit(self, session: object, where: str) -> Exit:
+        from flare.session import Session
+
+        assert isinstance(session, Session)
+        began = time.monotonic()
+        waiting = asyncio.ensure_future(session.receive(Exit))
+        try:
+            while not waiting.done():
+                await asyncio.wait([waiting], timeout=NOTE_EVERY)
+                if not waiting.done():
+                    seconds = time.monotonic() - began
+                    self.reporter.note(
+                        f"{self.name}: {where} finishes running requests ({seconds:.0f} s so far; "
+                        f"`flare orbit stop {self.name} --now` ends them)."
+                    )
+            message = await waiting
+        finally:
+            waiting.cancel()
+        assert isinstance(message, Exit)
+        return message
+
+    async def left_behind(
+        self, peers: list[tuple[int, NodeEntry]], grace: float
+    ) -> list[tuple[int, NodeEntry]]:
+        """Wait until the peers have left; return those that are still there after `grace` seconds."""
+        deadline = time.monotonic() + grace
+        while True:
+            nodes = [node for _, node in peers]
+            answers = await self.client.ask_all(nodes, Status())
+            peers = [
+                (rank, node)
+                for (rank, node), answer in zip(peers, answers, strict=True)
+                if answer.reply is None
+                or any(
+                    group.launch == self.launch and group.rank == rank and group.state == RUNNING
+                    for group in answer.reply.groups
+                )
+            ]
+            if not peers or time.monotonic() >= deadline:
+                return peers
+            await asyncio.sleep(PEER_POLL)
