@@ -22,7 +22,7 @@ from flare.errors import FlareError, LocalProtocolError, RemoteProtocolError, Un
 from flare.printable import printable
 from flare.session.addresses import SocketAddress, format_address, socket_address
 from flare.wire.frames import DataPiece, DataStart, Event, Frame, FrameParser, Tag, encode_header, seal_pieces
-from flare.wire.messages import REQUESTS, Error, Hello, Message
+from flare.wire.messages import REQUESTS, Error, Hello, Message, Request
 from flare_workers.cipher import CipherError, RecordCipher
 from flare_workers.jobs import Channel
 
@@ -230,16 +230,14 @@ class Session:
             raise RemoteProtocolError(f"{self.peer_name} sent a frame that was not asked for.")
         return self._parse(by_tag[event.tag], event.body)
 
-    async def request(self, message: Message, timeout: float | None = REQUEST_TIMEOUT) -> Message:
+    async def request(self, message: Request[Reply], timeout: float | None = REQUEST_TIMEOUT) -> Reply:
         """Send a request and return its OK's body.
 
         Raises:
             FlareError: as `send` and `receive` do.
         """
-        if message.REPLY is None:
-            raise LocalProtocolError(f"{message.what()} has no reply.")
         await self.send(message)
-        return await self.receive(message.REPLY, timeout=timeout)
+        return await self.receive(cast("type[Reply]", message.REPLY), timeout=timeout)
 
     async def receive_data(self, limit: int, timeout: float | None = None) -> bytes:
         """Return the body of one DATA frame: headers and tables, never a payload.

@@ -184,8 +184,8 @@ class Listener:
             where = format_address(host or "0.0.0.0", port)  # noqa: S104 (a message)
             if problem.errno in _IN_USE:
                 raise BusyError(
-                    f"Cannot listen on {where}: another program does. Stop it (is an agent running already?), or "
-                    "choose another address with --listen."
+                    f"Cannot listen on {where}, another program does (an agent already?). Stop it, "
+                    "or choose another address with --listen."
                 ) from None
             raise UnreachableError(
                 f"Cannot listen on {where} ({problem.strerror}). Choose an address that this host has."

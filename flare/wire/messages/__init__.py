@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flare.wire.messages.base import Empty, Message, Ranges
+from flare.wire.messages.base import Empty, Message, Ranges, Request
 from flare.wire.messages.files import (
     Companion,
     Download,
@@ -136,6 +136,7 @@ __all__ = [
     "Ranges",
     "Remove",
     "RemoveReply",
+    "Request",
     "Run",
     "RunReply",
     "Stat",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from flare.errors import LocalProtocolError, RemoteProtocolError
 from flare.paths import check_name
@@ -20,6 +20,9 @@ MAX_REASON = 64 * 1024  # a sentence, or a rank's last words
 
 Ranges = tuple[tuple[int, int], ...]
 """Sorted (offset, length) pairs in bytes."""
+
+
+Reply = TypeVar("Reply", bound="Message", covariant=True)
 
 
 class Message:
@@ -76,6 +79,13 @@ class Message:
         """
         what = cls.what()
         return cls.parse(Reader(loads(body, limit=cls.LIMIT, what=what), what))
+
+
+class Request(Message, Generic[Reply]):
+    """A body that is answered by an OK whose body is `Reply`, the class in REPLY."""
+
+    REPLY: ClassVar[type[Message] | None] = Message
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from flare.wire.messages.base import (
     MAX_PROFILE,
     Message,
     Ranges,
+    Request,
     present,
     read_ranges,
     write_ranges,
@@ -72,7 +73,7 @@ class StatReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Stat(Message):
+class Stat(Request[StatReply]):
     """Ask for a core file's size and companions by absolute path."""
 
     TAG: ClassVar[Tag] = Tag.STAT
@@ -107,7 +108,7 @@ class GetReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Get(Message):
+class Get(Request[GetReply]):
     """Ask for bytes of a file by absolute path; at most 256 MiB."""
 
     TAG: ClassVar[Tag] = Tag.GET
@@ -149,7 +150,7 @@ class HaveReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Have(Message):
+class Have(Request[HaveReply]):
     """Ask whether the cache holds an entry.
 
     Args:
@@ -217,7 +218,7 @@ class PutDone(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Put(Message):
+class Put(Request[PutReply]):
     """Store an executable, a blob, or bytes of a core.
 
     Args:
@@ -286,7 +287,7 @@ class DownloadReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Download(Message):
+class Download(Request[DownloadReply]):
     """Acquire a pinned core from a repository into the node's model cache.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from flare.errors import FlareError
+from flare.errors import FlareError, ForbiddenError, PairingError
 from flare.identity import PUBLIC_KEY_LENGTH
 from flare.strict_json import Reader
 from flare.trust.signed import SignedRecord
@@ -17,6 +17,7 @@ from flare.wire.messages.base import (
     MAX_PATH,
     MAX_REASON,
     Message,
+    Request,
     present,
     read_name,
     read_text_map,
@@ -26,6 +27,11 @@ MAX_RECORDS = 4096  # revisions of a controller set in one frame; the frame's ow
 MAX_ENGINES = 64  # installed engines of one node
 MAX_ERROR_CODE = 40  # the stable word for programs
 PROOF_LENGTH = 32  # HMAC-SHA256
+
+_REFUSALS = {
+    ForbiddenError.code: "Not allowed. The node's log says why.",
+    PairingError.code: "Pairing was refused. The node's log says why.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,7 @@ class PairReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair(Message):
+class Pair(Request[PairReply]):
     """A controller asks a node to obey it.
 
     Args:
@@ -211,7 +217,7 @@ class ControllersReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Controllers(Message):
+class Controllers(Request[ControllersReply]):
     """Every signed controller-set record after the node's revision, oldest first."""
 
     TAG: ClassVar[Tag] = Tag.CONTROLLERS
@@ -245,8 +251,11 @@ class Error(Message):
 
     @classmethod
     def of(cls, error: FlareError) -> Error:
-        """Return the frame that tells a peer of `error`."""
-        return cls(error.code, str(error)[:MAX_REASON])
+        """Return the frame that tells a peer of `error`.
+
+        A refusal says the same whatever was asked about, so that nobody learns from it what exists.
+        """
+        return cls(error.code, _REFUSALS.get(error.code, str(error))[:MAX_REASON])
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""

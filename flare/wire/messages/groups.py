@@ -15,6 +15,7 @@ from flare.wire.messages.base import (
     MAX_REASON,
     Empty,
     Message,
+    Request,
     present,
     read_digest,
 )
@@ -61,7 +62,7 @@ class RunReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Run(Message):
+class Run(Request[RunReply]):
     """Start this node's rank.
 
     Args:
@@ -113,7 +114,7 @@ class AttachReply(Empty):
 
 
 @dataclass(frozen=True, slots=True)
-class Attach(Message):
+class Attach(Request[AttachReply]):
     """Follow a rank's output; `group` is a launch or a name, needed when several are on the node."""
 
     TAG: ClassVar[Tag] = Tag.ATTACH
@@ -137,7 +138,7 @@ class StopReply(Empty):
 
 
 @dataclass(frozen=True, slots=True)
-class Stop(Message):
+class Stop(Request[StopReply]):
     """Stop a rank; `now`: without draining."""
 
     TAG: ClassVar[Tag] = Tag.STOP
@@ -162,7 +163,7 @@ class RemoveReply(Empty):
 
 
 @dataclass(frozen=True, slots=True)
-class Remove(Message):
+class Remove(Request[RemoveReply]):
     """Remove one completed run's history by its exact launch identifier."""
 
     TAG: ClassVar[Tag] = Tag.REMOVE

@@ -16,6 +16,7 @@ from flare.wire.messages.base import (
     MAX_REASON,
     Empty,
     Message,
+    Request,
     present,
     read_digest,
     read_name,
@@ -276,7 +277,7 @@ class StatusReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Status(Message):
+class Status(Request[StatusReply]):
     """Ask for a node's state; `toward` is an address whose route is wanted."""
 
     TAG: ClassVar[Tag] = Tag.STATUS
@@ -351,7 +352,7 @@ class MetricsReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics(Empty):
+class Metrics(Empty, Request[MetricsReply]):
     """Ask for the last readings."""
 
     TAG: ClassVar[Tag] = Tag.METRICS

@@ -19,6 +19,7 @@ from flare.wire.messages.base import (
     Empty,
     Message,
     Ranges,
+    Request,
     present,
     read_ranges,
     write_ranges,
@@ -111,7 +112,7 @@ class TransferReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer(Message):
+class Transfer(Request[TransferReply]):
     """A controller tells a node to fetch ranges from another node into its cache.
 
     Args:
@@ -203,7 +204,7 @@ class FetchReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch(Message):
+class Fetch(Request[FetchReply]):
     """A node asks another for ranges of a file that a grant names."""
 
     TAG: ClassVar[Tag] = Tag.FETCH
@@ -225,7 +226,7 @@ class Fetch(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class FetchFabric(Message):
+class FetchFabric(Request[FetchReply]):
     """FETCH over the fabric, directly or through the nodes between.
 
     Args:
@@ -360,7 +361,7 @@ class FabricReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric(Empty):
+class Fabric(Empty, Request[FabricReply]):
     """Ask for a node's RoCE endpoints."""
 
     TAG: ClassVar[Tag] = Tag.FABRIC
