@@ -1,152 +1,108 @@
-"""Publishers: who prepared a core. Their public profiles, and the store of those that were accepted."""
+"""Publishers: who signed a core, and whom somebody has accepted."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flare.errors import ConfigError, FlareError, TrustError, UsageError
-from flare.identity import check_public_key, fingerprint, public_key_from_hex
+from flare.errors import ConfigError, IdentityError
+from flare.identity import fingerprint, public_key_from_hex
 from flare.paths import check_name
 
-MAX_PROFILE = 16 * 1024  # bytes; a profile has some 200
-MAX_STORE = 1024 * 1024  # bytes: thousands of publishers
+MAX_PROFILE = 4096  # bytes; a profile has about 250
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherProfile:
-    """A publisher's public half.
-
-    Args:
-        name: for people; the key decides.
-        public_key: 32 bytes.
-    """
+    """A publisher's public side: what its owner calls it, and its Ed25519 public key of 32 bytes."""
 
     name: str
     public_key: bytes
 
     @property
     def fingerprint(self) -> str:
-        """The hex SHA-256 of the public key."""
+        """The hex SHA-256 of the public key: what two people compare."""
         return fingerprint(self.public_key)
 
     def to_text(self) -> str:
-        """Return the profile as TOML."""
+        """Return the profile as the small TOML file that people pass on."""
         return (
+            "# A flare publisher. Compare the fingerprint with its owner before you accept it.\n"
             f'name = "{self.name}"\n'
             f'public_key = "{self.public_key.hex()}"\n'
             f'fingerprint = "{self.fingerprint}"\n'
         )
 
     @classmethod
-    def from_text(
-        cls, text: str, what: str = "The publisher profile", error: type[FlareError] = ConfigError
-    ) -> PublisherProfile:
+    def from_text(cls, text: str) -> PublisherProfile:
         """Read a profile.
 
-        Args:
-            text: TOML with name, public_key and perhaps the fingerprint, which must then match.
-            what: names it in an error.
-            error: the class that is raised; for a peer's text pass RemoteProtocolError.
-
         Raises:
-            error: it is none.
+            ConfigError: it is none, or its fingerprint is another key's.
         """
-        return _profile(_toml(text, MAX_PROFILE, what, error), what, error)
+        what = "The publisher profile"
+        table = _toml(text, what)
+        profile = _profile(table, what)
+        if table.get("fingerprint", profile.fingerprint) != profile.fingerprint:
+            raise ConfigError(f"{what} of {profile.name} states a fingerprint that is not its key's.")
+        return profile
 
 
 @dataclass(frozen=True, slots=True)
 class TrustStore:
-    """The publishers that were accepted here, in the order of acceptance."""
+    """The publishers that were accepted, in the order in which they were."""
 
     publishers: tuple[PublisherProfile, ...] = ()
 
-    def accepts(self, wanted: str) -> bool:
-        """Tell whether the publisher of that fingerprint was accepted."""
-        return any(publisher.fingerprint == wanted for publisher in self.publishers)
-
-    def publisher(self, wanted: str) -> PublisherProfile:
-        """Return the accepted publisher of that fingerprint.
+    @classmethod
+    def from_text(cls, text: str) -> TrustStore:
+        """Read a trust store.
 
         Raises:
-            TrustError: it was not accepted.
+            ConfigError: it is damaged.
         """
-        for publisher in self.publishers:
-            if publisher.fingerprint == wanted:
-                return publisher
-        raise TrustError(
-            f"The publisher {wanted} has not been accepted here. Compare the fingerprint with the one that "
-            f"`flare publisher show` prints for its owner, then pass --accept-publisher {wanted}."
+        what = "The trust store"
+        entries = _toml(text, what).get("publisher", [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise ConfigError(f'{what} needs its publishers as "[[publisher]]" tables.')
+        return cls(
+            tuple(_profile(entry, f"{what}, publisher {number}") for number, entry in enumerate(entries))
         )
-
-    def with_accepted(self, profile: PublisherProfile) -> TrustStore:
-        """Return the store with one more publisher; one that is there already changes nothing.
-
-        Raises:
-            UsageError: another accepted publisher has that name.
-        """
-        check_public_key(profile.public_key)
-        if self.accepts(profile.fingerprint):
-            return self
-        if any(publisher.name == profile.name for publisher in self.publishers):
-            raise UsageError(
-                f"Another accepted publisher is named {profile.name}. Rename one in the trust store first."
-            )
-        return TrustStore((*self.publishers, profile))
 
     def to_text(self) -> str:
         """Return the store as TOML."""
-        return "\n".join(f"[[publisher]]\n{publisher.to_text()}" for publisher in self.publishers)
+        return "".join(
+            f'[[publisher]]\nname = "{profile.name}"\npublic_key = "{profile.public_key.hex()}"\n\n'
+            for profile in self.publishers
+        )
 
-    @classmethod
-    def from_text(cls, text: str, what: str = "The trust store") -> TrustStore:
-        """Read a store.
+    def accepts(self, fingerprint: str) -> bool:
+        """Tell whether the publisher with this fingerprint was accepted."""
+        return any(profile.fingerprint == fingerprint for profile in self.publishers)
 
-        Raises:
-            ConfigError: it is none; the message says where.
-        """
-        document = _toml(text, MAX_STORE, what, ConfigError)
-        _only(document, {"publisher"}, what, ConfigError)
-        entries = document.get("publisher", [])
-        if not isinstance(entries, list):
-            raise ConfigError(f"{what}: publisher must be written as [[publisher]].")
-        store = cls()
-        for number, entry in enumerate(entries, 1):
-            profile = _profile(entry, f"{what}, publisher {number}", ConfigError)
-            if store.accepts(profile.fingerprint):
-                raise ConfigError(f"{what}: the key of {profile.name} is there twice. Remove one of them.")
-            store = cls((*store.publishers, profile))
-        return store
+    def find(self, fingerprint: str) -> PublisherProfile | None:
+        """Return the accepted publisher with this fingerprint."""
+        return next((profile for profile in self.publishers if profile.fingerprint == fingerprint), None)
+
+    def with_accepted(self, profile: PublisherProfile) -> TrustStore:
+        """Return a store that accepts this publisher too."""
+        return self if self.accepts(profile.fingerprint) else TrustStore((*self.publishers, profile))
 
 
-def _toml(text: str, limit: int, what: str, error: type[FlareError]) -> dict[str, Any]:
-    if len(text) > limit:
-        raise error(f"{what} has {len(text)} characters; at most {limit} are allowed.")
+def _toml(text: str, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as problem:
-        raise error(f"{what} is not TOML: {problem}.") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as problem:
+        raise ConfigError(f"{what} is not TOML: {problem}.") from None
 
 
-def _only(value: dict[str, Any], allowed: set[str], what: str, error: type[FlareError]) -> None:
-    unknown = sorted(set(value) - allowed)
-    if unknown:
-        raise error(f'{what} has the unknown key "{unknown[0][:80]}".')
-
-
-def _profile(value: object, what: str, error: type[FlareError]) -> PublisherProfile:
-    if not isinstance(value, dict):
-        raise error(f"{what} is not a table.")
-    _only(value, {"name", "public_key", "fingerprint"}, what, error)
-    for member in ("name", "public_key"):
-        if not isinstance(value.get(member), str):
-            raise error(f'{what}: "{member}" is missing or not a string.')
+def _profile(table: Mapping[str, Any], what: str) -> PublisherProfile:
+    name, key = table.get("name"), table.get("public_key")
+    if not isinstance(name, str) or not isinstance(key, str):
+        raise ConfigError(f'{what} needs a "name" and a "public_key" in quotes.')
     try:
-        name = check_name(value["name"], "publisher name")
-        profile = PublisherProfile(name, public_key_from_hex(value["public_key"]))
-    except FlareError as problem:
-        raise error(f"{what}: {problem}") from None
-    if value.get("fingerprint", profile.fingerprint) != profile.fingerprint:
-        raise error(f"{what}: the fingerprint is not the public key's. One of them was changed.")
-    return profile
+        return PublisherProfile(check_name(name, "publisher name", ConfigError), public_key_from_hex(key))
+    except IdentityError as problem:
+        raise ConfigError(f"{what}: {problem.message}") from None
