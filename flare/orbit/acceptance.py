@@ -37,12 +37,10 @@ def accept_publisher(
         ConfigError: the trust store or a profile is damaged.
     """
     fingerprint = core.primary.fingerprint
-    known = load_trust_store(controller.paths, trust_store).find(fingerprint)
-    if known is not None:
-        return known
-    for profile in (read_profile(file) for file in profiles):
-        if profile.fingerprint == fingerprint:
-            return profile
+    store = load_trust_store(controller.paths, trust_store)
+    for known in (*store.publishers, *(read_profile(file) for file in profiles)):
+        if known.fingerprint == fingerprint:
+            return known
     if accepted is not None and accepted.lower() != fingerprint:
         raise TrustError(
             f"--accept-publisher names {accepted[:64]}, but the core is signed by {fingerprint}. Nothing "

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from flare.errors import FlareError
 from flare.orbit.client import Client
@@ -40,22 +41,23 @@ async def follow_group(client: Client, group: Group) -> None:
         UnreachableError: a connection was lost, or ranks could not be stopped.
     """
     reporter = client.controller.reporter
-    following = asyncio.create_task(follow(group.streams, reporter))
+    following: asyncio.Task[Any] = asyncio.create_task(follow(group.streams, reporter))
     first, second = asyncio.Event(), asyncio.Event()
     stopping: asyncio.Task[None] | None = None
     with _interrupts(first, second):
-        waiting_first = asyncio.create_task(first.wait())
+        waiting_first: asyncio.Task[Any] = asyncio.create_task(first.wait())
         waiting_second = asyncio.create_task(second.wait())
         try:
-            await asyncio.wait([following, waiting_first], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({following, waiting_first}, return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
                 reporter.note(
                     f"Stopping {group.name}: running requests are finished first. Ctrl-C again leaves at "
                     f"once."
                 )
                 stopping = asyncio.create_task(stop_group(client, group.name, group.launch, group.members))
-                ended = asyncio.gather(stopping, following)
-                await asyncio.wait([ended, waiting_second], return_when=asyncio.FIRST_COMPLETED)
+                ended = asyncio.ensure_future(asyncio.gather(stopping, following))
+                either: set[asyncio.Future[Any]] = {ended, waiting_second}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not ended.done():
                     _tell_what_remains(client, group)
                     raise LeftRunningError

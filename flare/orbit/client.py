@@ -11,20 +11,21 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from flare.errors import FlareError, ForbiddenError, UnreachableError
 from flare.orbit.controller import Controller
 from flare.orbit.orbit_records import NodeEntry
 from flare.session import Session, connect, parse_address
 from flare.wire.handshake import PROTOCOL_VERSION
-from flare.wire.messages import Controllers, Hello, Status, StatusReply
+from flare.wire.messages import Controllers, Hello, Message, Request, Status, StatusReply
 
 CONNECT_TIMEOUT = 10.0  # seconds for name, connection, handshake and HELLO of one node
 REQUEST_TIMEOUT = 30.0  # seconds for one small reply; a node whose disk is busy answers within it
 MAX_CLOCK_DIFFERENCE = 30.0  # seconds; grants tolerate 60, so a warning comes before refusals
 
 Reply = TypeVar("Reply")
+Body = TypeVar("Body", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,8 @@ class Client:
             )
 
     async def ask(
-        self, node: NodeEntry, message: Any, *, timeout: float = REQUEST_TIMEOUT
-    ) -> tuple[Hello, Any]:
+        self, node: NodeEntry, message: Request[Body], *, timeout: float = REQUEST_TIMEOUT
+    ) -> tuple[Hello, Body]:
         """Send one request on a session of its own.
 
         Returns:
@@ -139,8 +140,8 @@ class Client:
             return session.hello, reply
 
     async def ask_all(
-        self, nodes: Sequence[NodeEntry], message: Any, *, timeout: float = REQUEST_TIMEOUT
-    ) -> list[Answer[Any]]:
+        self, nodes: Sequence[NodeEntry], message: Request[Body], *, timeout: float = REQUEST_TIMEOUT
+    ) -> list[Answer[Body]]:
         """Ask every node the same at the same time; a node that fails is an answer with its error."""
         return await self.for_all(nodes, lambda node: self.ask(node, message, timeout=timeout))
 

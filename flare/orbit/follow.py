@@ -11,7 +11,7 @@ from flare.errors import FlareError, RankError
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.reporter import Reporter
 from flare.session import Session
-from flare.wire.messages import Exit, Log
+from flare.wire.messages import Exit, Log, Message
 
 
 @dataclass(slots=True)
@@ -52,12 +52,13 @@ async def follow(streams: Sequence[RankStream], reporter: Reporter) -> None:
 async def _follow_one(stream: RankStream, reporter: Reporter) -> None:
     try:
         while True:
-            message = await stream.session.receive(Log, Exit)
-            if isinstance(message, Exit):
+            message: Message = await stream.session.receive(Log, Exit)
+            if isinstance(message, Log):
+                reporter.say(f"{stream.label} {message.line}")
+            elif isinstance(message, Exit):
                 stream.exit = message
                 reporter.say(f"{stream.label} {describe_exit(message)}")
                 return
-            reporter.say(f"{stream.label} {message.line}")
     except FlareError as problem:
         stream.lost = problem
         reporter.warn(

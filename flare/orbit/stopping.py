@@ -11,6 +11,7 @@ from flare.orbit.client import Client
 from flare.orbit.follow import describe_exit
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.runs import RUNNING
+from flare.session import Session
 from flare.wire.messages import Exit, Status, Stop
 
 PEER_GRACE = 30.0  # seconds; the specification's time for peers to leave with rank zero
@@ -80,10 +81,7 @@ class _Stopper:
             return
         self.reporter.note(f"{self.name}: {where} {describe_exit(message)}")
 
-    async def _wait_for_exit(self, session: object, where: str) -> Exit:
-        from flare.session import Session
-
-        assert isinstance(session, Session)
+    async def _wait_for_exit(self, session: Session, where: str) -> Exit:
         began = time.monotonic()
         waiting = asyncio.ensure_future(session.receive(Exit))
         try:
@@ -98,7 +96,6 @@ class _Stopper:
             message = await waiting
         finally:
             waiting.cancel()
-        assert isinstance(message, Exit)
         return message
 
     async def left_behind(

@@ -203,7 +203,7 @@ def _after(document: Any, name: str) -> Any:
         elif found and isinstance(item, tomlkit.items.Table):
             # [cluster.sparks] without [cluster] is a table inside an implicit one, which prints no header
             # itself.
-            inner = item
+            inner: Any = item
             while inner.is_super_table() and inner.value.body:
                 inner = inner.value.body[0][1]
             return inner

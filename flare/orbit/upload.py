@@ -16,7 +16,7 @@ from flare.orbit.client import Client
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.reporter import Bar
 from flare.orbit.resolve import Core
-from flare.wire.messages import Have, HaveReply, Put, PutDone
+from flare.wire.messages import Have, Put, PutDone
 from flare_workers.blocks import BLOCK_SIZE
 from flare_workers.jobs import CORRUPT, STORAGE, Send, WorkerError
 from flare_workers.pool import WorkerPool
@@ -42,7 +42,7 @@ async def missing_files(client: Client, core: Core, node: NodeEntry) -> list[Upl
     missing = []
     async with client.session(node) as session:
         for path, size in core.files:
-            reply: HaveReply = await session.request(Have("core", f"{core.entry}/{path}", size))
+            reply = await session.request(Have("core", f"{core.entry}/{path}", size))
             if not reply.have:
                 missing.append(Upload(folder / path, f"{core.entry}/{path}", size))
     return missing
@@ -143,8 +143,12 @@ class _Sender:
                         files=[descriptor],
                         on_progress=self.progress,
                     )
-                except WorkerError as problem:
-                    raise self.explain(problem) from None
+                except BaseException as problem:
+                    session.abort("its upload failed")
+                    sock.close()
+                    if isinstance(problem, WorkerError):
+                        raise self.explain(problem) from None
+                    raise
                 finally:
                     os.close(descriptor)
                 assert result.channel is not None, "a Send job hands its socket back"
