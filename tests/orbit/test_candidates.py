@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flare.cores.reference import LocalReference, NodeReference
+from flare.errors import BusyError, PlacementError, StorageError, UnreachableError, UnsupportedError
+from flare.orbit.candidates import (
+    check_executables,
+    check_name_free,
+    check_room,
+    describe_placement,
+    needs_of,
+    place_core,
+)
+from flare.orbit.client import Answer
+from flare.orbit.resolve import Core, resolve_local
+from flare.wire.messages import CoreReport
+from tests.cores.making import write_core
+from tests.orbit.builders import answer, gpu, group_report, node_entry
+
+MAXWELL, HERTZ = node_entry(1, "maxwell"), node_entry(2, "hertz")
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Core:
+    primary = write_core(
+        tmp_path,
+        {"model/Tiny.gguf": b"x" * 3000},
+        engine="llama.cpp",
+        ranks=2,
+        parallel={"tensor": 1, "pipeline": 2},
+        rank_ranges=[None, []],
+    )
+    return resolve_local(LocalReference(str(primary)))
+
+
+def entry(core: Core, suffix: str = "", *, verified: bool = True, index: str | None = None) -> CoreReport:
+    return CoreReport(
+        name=core.entry + suffix,
+        export=core.export,
+        index_sha256=index or core.primary.index_sha256.hex(),
+        files=(),
+        verified=verified,
+        bytes=1,
+    )
+
+
+def test_the_index_says_what_is_needed(core: Core) -> None:
+    needs = needs_of(core)
+    assert (needs.revision, needs.layout, needs.ranks, needs.engine) == ("cpu", "multi_host", 2, "llama.cpp")
+    assert needs.bytes_of(1) == 1100
+
+
+def test_a_node_that_holds_the_verified_core_becomes_rank_zero(core: Core) -> None:
+    for report, first in (
+        (entry(core), "hertz"),
+        (entry(core, verified=False), "maxwell"),
+        (entry(core, index="ab" * 32), "maxwell"),
+        (entry(core, "-rank1"), "maxwell"),
+    ):
+        answers = [answer(MAXWELL, gpus=(gpu(free=1 << 35),)), answer(HERTZ, cores=(report,), gpus=(gpu(free=1 << 34),))]
+        placement = place_core(core, answers, listed=False, gpu_indices=None)
+        assert placement.members[0].node.name == first, report
+
+
+def test_the_node_that_a_reference_names_becomes_rank_zero_and_reads_in_place(core: Core) -> None:
+    held = Core(NodeReference("hertz", "/data/a.safetensors"), core.primary, HERTZ, "/data/a.safetensors")
+    placement = place_core(held, [answer(MAXWELL), answer(HERTZ)], listed=False, gpu_indices=None)
+    assert describe_placement(held, placement) == [
+        "rank 0  hertz  the CPU (cpu)  reads /data/a.safetensors in place",
+        "rank 1  maxwell  the CPU (cpu)  needs no core data",
+    ]
+
+
+def test_lines_say_what_must_be_received(core: Core) -> None:
+    placement = place_core(core, [answer(MAXWELL), answer(HERTZ)], listed=True, gpu_indices=None)
+    assert describe_placement(core, placement)[0] == "rank 0  maxwell  the CPU (cpu)  receives 3,000 bytes"
+    held = place_core(core, [answer(MAXWELL, cores=(entry(core),)), answer(HERTZ)], listed=True, gpu_indices=None)
+    assert describe_placement(core, held)[0].endswith("holds its data already")
+    whole = place_core(core, [answer(MAXWELL), answer(HERTZ)], listed=True, gpu_indices=())
+    assert "the whole node" in describe_placement(core, whole)[0]
+
+
+def test_nodes_that_did_not_answer_are_part_of_the_explanation(core: Core) -> None:
+    gone: Answer[object] = Answer(HERTZ, None, None, UnreachableError("hertz is off."))
+    with pytest.raises(PlacementError, match=r"Nodes that did not answer:\n  hertz is off\."):
+        place_core(core, [answer(MAXWELL), gone], listed=False, gpu_indices=None)  # type: ignore[list-item]
+    with pytest.raises(PlacementError, match=r"No candidate node answered:\n  hertz is off\."):
+        place_core(core, [gone], listed=False, gpu_indices=None)  # type: ignore[list-item]
+    with pytest.raises(PlacementError) as caught:
+        place_core(core, [answer(MAXWELL)], listed=False, gpu_indices=None)
+    assert "did not answer" not in caught.value.message
+
+
+def test_a_node_without_the_engine_is_refused_before_data_moves(core: Core) -> None:
+    with pytest.raises(PlacementError, match=r"llama\.cpp"):
+        place_core(core, [answer(MAXWELL), answer(HERTZ, engines=())], listed=False, gpu_indices=None)
+
+
+def test_a_whole_node_launch_keeps_others_out(core: Core) -> None:
+    held = answer(HERTZ, groups=(group_report("other-1", name="other", gpus=()),))
+    with pytest.raises(PlacementError, match="other-1"):
+        place_core(core, [answer(MAXWELL), held], listed=False, gpu_indices=None)
+
+
+def test_a_name_that_runs_is_refused() -> None:
+    answers = [answer(MAXWELL), answer(HERTZ, groups=(group_report("glm-1"),))]
+    with pytest.raises(BusyError, match=r"A group named glm runs already on hertz \(glm-1\)"):
+        check_name_free("glm", answers)
+    check_name_free("other", answers)
+    check_name_free("glm", [answer(HERTZ, groups=(group_report("glm-1", state="exited"),))])
+
+
+def test_an_agent_without_an_executable_is_refused(core: Core) -> None:
+    answers = [answer(MAXWELL), answer(HERTZ, executable=None)]
+    placement = place_core(core, answers, listed=True, gpu_indices=None)
+    with pytest.raises(UnsupportedError, match="The agent on hertz does not say which executable"):
+        check_executables(placement, answers)
+    answers[1] = answer(HERTZ, executable="/opt/flare")
+    assert check_executables(placement, answers) == {"maxwell": "/usr/bin/flare", "hertz": "/opt/flare"}
+
+
+def test_a_full_cache_is_refused(core: Core) -> None:
+    answers = [answer(MAXWELL, cache_free=1000), answer(HERTZ)]
+    placement = place_core(core, answers, listed=True, gpu_indices=None)
+    with pytest.raises(StorageError, match=r"the cache of maxwell has room for 1,000"):
+        check_room(core, placement.members[0], answers)
+    check_room(core, placement.members[1], answers)
