@@ -7,6 +7,7 @@ different documents behind one signature, so all of these are refused (docs/prot
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -20,6 +21,9 @@ DEFAULT_TEXT_LIMIT = 64 * 1024  # characters in one string member unless its rea
 ErrorClass = Callable[[str], FlareError]
 Item = TypeVar("Item")
 Convert = Callable[[object, str], Item]  # (value, where it stands) -> item; may raise
+# Possessive, and a string may also end with the text: otherwise an unterminated string of escaped quotes
+# is scanned anew from each of them, which takes minutes for a megabyte.
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{\]}]', re.DOTALL)
 _HEX = re.compile(r"[0-9a-f]*\Z")
 _MISSING: Any = object()
 
@@ -62,8 +66,16 @@ def loads(
     def refuse_constant(text: str) -> NoReturn:
         raise error(f"{what} has {text}, which is no JSON number.")
 
+    def finite(text: str) -> float:
+        number = float(text)
+        if not -math.inf < number < math.inf:
+            raise error(f"{what} has {text[:80]}, which is too large for a number.")
+        return number
+
     try:
-        value = json.loads(text, object_pairs_hook=refuse_duplicates, parse_constant=refuse_constant)
+        value = json.loads(
+            text, object_pairs_hook=refuse_duplicates, parse_constant=refuse_constant, parse_float=finite
+        )
     except json.JSONDecodeError as problem:
         raise error(f"{what} is not JSON: {problem.msg} at character {problem.pos}.") from None
     except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
@@ -78,7 +90,7 @@ def loads(
 def _check_depth(text: str, what: str, error: ErrorClass) -> None:
     """Count brackets outside strings, before the parser recurses."""
     depth = 0
-    for piece in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', text, re.DOTALL):
+    for piece in _STRING_OR_BRACKET.finditer(text):
         bracket = piece.group()
         if bracket in "[{":
             depth += 1

@@ -229,6 +229,8 @@ class TransferFabric:
         )
         if len(fabric.links) != size:
             reader.fail("links", f"has {len(fabric.links)} entries for {size} members")
+        if fabric.ring and fabric.chain:
+            reader.fail("ring", 'and "chain" cannot both be true')
         reader.finish()
         return fabric
 

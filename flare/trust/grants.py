@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from flare.errors import ClockSkewError, ConflictError, ForbiddenError, RemoteProtocolError
+from flare.errors import ClockSkewError, ConflictError, FlareError, ForbiddenError, RemoteProtocolError
 from flare.trust.controllers import ControllerSet
 from flare.trust.grant_body import (
     KIND_RUN_GRANT,
@@ -330,7 +330,10 @@ def _path(grant: Grant, source: int, destination: int, path: Sequence[int] | Pat
     fabric = grant.transfer_fabric
     if fabric is None or source >= size or destination >= size or source == destination:
         raise ForbiddenError("The grant's fabric has no path between those ranks.")
-    ranks = list(path(fabric, source, destination) if callable(path) else path)
+    try:
+        ranks = list(path(fabric, source, destination) if callable(path) else path)
+    except FlareError:  # a link on the way is missing
+        ranks = []
     if (
         len(ranks) < 2
         or ranks[0] != source
