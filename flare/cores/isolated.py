@@ -14,7 +14,7 @@ from pathlib import Path
 from flare.cores.primary import load_primary
 from flare.errors import CoreError, FlareError
 
-# The largest header that a core may have needs about 1.2 GB as Python objects in the worst case.
+# The largest header that a core may have needs 0.7 GB as Python objects when it is honest, 1.5 GB at worst.
 MEMORY_LIMIT = 2 << 30  # bytes of address space
 
 

@@ -36,7 +36,7 @@ PUBLISHER_KEY = "flare.publisher"
 SIGNATURE_KEY = "flare.signature"
 DIGESTS_TENSOR = "flare.block_digests"
 SIGNED_PREFIX = b"flare core index\x00"  # keeps a signature over an index from being one over anything else
-ISOLATED_SECONDS = 60.0  # a header of 48 MiB parses in about 5 s; a slow disk may take as long again
+ISOLATED_SECONDS = 60.0  # a header of 48 MiB parses in about 10 s; a slow disk may take as long again
 
 
 class AcceptedPublishers(Protocol):

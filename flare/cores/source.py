@@ -13,7 +13,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from flare.cores.gguf import GgufHead, read_head
 from flare.cores.hashing import open_regular
@@ -133,8 +133,9 @@ def _folder(root: Path, allow_code: bool) -> FolderSource:
     headers = []
     for file in files:
         if file.path.endswith(".safetensors"):
-            with _open(file.real, str(root / file.path.removeprefix(MODEL_FOLDER + "/"))) as opened:
-                headers.append(read_header(opened, opened.name, companion=True))
+            shown = str(root / file.path.removeprefix(MODEL_FOLDER + "/"))
+            with _open(file.real, shown) as opened:
+                headers.append(read_header(opened, shown, companion=True))
     _refuse_missing_shards(root, files)
     return FolderSource(_model_name(root), files, tuple(headers), _json(root / "config.json"))
 
@@ -145,7 +146,9 @@ def _walk(root: Path, allowed: list[Path]) -> tuple[SourceFile, ...]:
     folders = [root]
     while folders:
         folder = folders.pop()
-        for entry in os.scandir(folder):
+        with os.scandir(folder) as entries:
+            listed = list(entries)
+        for entry in listed:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
@@ -210,7 +213,7 @@ def _model_name(root: Path) -> str:
     return root.name
 
 
-def _open(real: Path, what: str) -> Any:
+def _open(real: Path, what: str) -> BinaryIO:
     try:
         return open(open_regular(real), "rb")
     except OSError as problem:
