@@ -1,0 +1,180 @@
+"""Files on their way into the cache: several streams may write disjoint ranges of one sparse file.
+
+A file is published when every byte of it has come, and its data is on the disk. When a stream fails, the
+others are let to end, and the whole file is removed: nothing partial stays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from flare.agent.cache import Cache, Place
+from flare.errors import BusyError, ConflictError, IntegrityError, RemoteProtocolError, TransferError
+from flare.files import describe_os_error
+from flare_workers.ranges import Ranges
+
+Digest = Callable[[int, str, int], Awaitable[bytes]]
+"""digest(descriptor, name, size): put the file on the disk and return its SHA-256, in a worker."""
+
+
+class _File:
+    """One file that is being received by one or more streams."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self.size = size
+        self.claimed = Ranges()  # being written now, or written
+        self.done = Ranges()
+        self.streams = 0
+        self.failed = False
+        self.descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+
+    @property
+    def complete(self) -> bool:
+        return self.done.total == self.size
+
+    def close(self) -> None:
+        """Close and remove; a published file has its name elsewhere."""
+        os.close(self.descriptor)
+        self.path.unlink(missing_ok=True)
+
+
+class Stream:
+    """One peer's share of a file. Ends with exactly one of `finish` and `fail`."""
+
+    def __init__(self, arrivals: Arrivals, place: Place, file: _File, ranges: Ranges) -> None:
+        self._arrivals = arrivals
+        self._place = place
+        self._file = file
+        self.ranges = ranges
+
+    @property
+    def descriptor(self) -> int:
+        """The sparse file, open for writing."""
+        return self._file.descriptor
+
+    async def finish(self) -> None:
+        """Say that every byte of the share was written; the last share publishes the file.
+
+        Raises:
+            IntegrityError: the content is not what the file's name says.
+            TransferError: another share failed, so that the file was removed.
+            ConflictError, StorageError: it cannot be published.
+        """
+        self._file.done = self._file.done.union(self.ranges)
+        await self._arrivals.release(self._place, self._file)
+
+    def fail(self) -> None:
+        """Say that the share did not come; the file goes when its last stream has ended."""
+        self._file.failed = True
+        self._arrivals.drop(self._place, self._file)
+
+
+class Arrivals:
+    """Every file that is being received.
+
+    Args:
+        cache: where they go.
+        digest: digests a file in a worker.
+    """
+
+    def __init__(self, cache: Cache, digest: Digest) -> None:
+        self._cache = cache
+        self._digest = digest
+        self._files: dict[Place, _File] = {}
+
+    async def begin(self, place: Place, size: int, ranges: Ranges) -> Stream | None:
+        """Prepare for a share of a file; None when the cache holds the whole file already.
+
+        Args:
+            size: the whole file's bytes.
+            ranges: the share; inside the file, not empty unless the file is.
+
+        Raises:
+            ConflictError: a file of that name has another size.
+            BusyError: another stream writes some of these bytes.
+            StorageError: there is no room.
+        """
+        if place.entry is None and ranges != Ranges.whole(size):
+            raise RemoteProtocolError(f"PUT of a {place.kind} takes the whole file, not ranges of it.")
+        if self._cache.have(place, size)[0]:
+            return None
+        if self._cache.size_of(place) is not None:
+            raise ConflictError(
+                f"The cache holds a file named {place.path} with another size. Remove that core there first."
+            )
+        name = place.path if place.entry is None else str(place.entry)
+        with self._cache.pinned(name):
+            await self._cache.make_room(ranges.total)
+        # From here to the end there is no await: of two streams for the same bytes exactly one goes on.
+        if self._cache.have(place, size)[0]:
+            return None
+        file = self._files.get(place)
+        if file is None:
+            try:
+                file = _File(self._cache.new_arrival(), size)
+                os.truncate(file.descriptor, size)
+            except OSError as problem:
+                raise describe_os_error(problem, "Cannot make a file in the cache") from None
+            self._files[place] = file
+        if file.size != size:
+            raise ConflictError(f"{place.path} is being received with another size.")
+        if file.failed:
+            raise BusyError(f"{place.path} is being given up after a failure. Send it again in a moment.")
+        if file.claimed.intersection(ranges).runs:
+            raise BusyError(f"Another stream writes the same bytes of {place.path}.")
+        file.claimed = file.claimed.union(ranges)
+        file.streams += 1
+        self._cache.begin_writing(place)
+        self._cache.pin(name)
+        return Stream(self, place, file, ranges)
+
+    async def release(self, place: Place, file: _File) -> None:
+        """End a stream that succeeded; see `Stream.finish`."""
+        if file.failed:
+            self.drop(place, file)
+            raise TransferError(f"Another stream of {place.path} failed, so that the file was given up.")
+        if not file.complete:
+            self._unpin(place, file)
+            return
+        try:
+            # What the name does not say nobody can check here: a rank digests it before it loads.
+            if place.digest:
+                await self._check_name(place, file)
+            self._cache.publish(file.path, place)
+        except BaseException:
+            file.failed = True
+            raise
+        finally:
+            self._unpin(place, file)
+            del self._files[place]
+            file.close()
+
+    async def _check_name(self, place: Place, file: _File) -> None:
+        found = (await self._digest(file.descriptor, place.path, file.size)).hex()
+        if not found.startswith(place.digest):
+            raise IntegrityError(
+                f"{place.path} arrived with the SHA-256 {found}, which is not what its name says. "
+                "It was removed; check the source and send it again."
+            )
+
+    def drop(self, place: Place, file: _File) -> None:
+        """End a stream of a file that is given up; the last one removes it."""
+        self._unpin(place, file)
+        if file.streams == 0 and self._files.get(place) is file:
+            del self._files[place]
+            file.close()
+
+    def _unpin(self, place: Place, file: _File) -> None:
+        file.streams -= 1
+        self._cache.unpin(place.path if place.entry is None else str(place.entry))
+
+    def close(self) -> None:
+        """Give up everything: the agent ends."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

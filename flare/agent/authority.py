@@ -1,0 +1,166 @@
+"""Whom this node obeys: the signed controller set, on disk and in memory.
+
+The only writer of controllers.toml is this module; `flare agent reset` removes the file from another
+process, so its state is looked at before every decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from flare.errors import ConfigError, FlareError, ForbiddenError, NotFoundError
+from flare.files import ensure_private_folder, read_private, write_atomic
+from flare.trust.controllers import ControllerSet
+from flare.trust.signed import SignedRecord
+
+MAX_FILE = 64 * 1024 * 1024  # thousands of revisions of a set of 64 controllers
+HEADING = (
+    "# The controllers that this node obeys, as they signed it. Written by the agent;\n"
+    "# `flare agent reset` removes it.\n"
+)
+
+logger = logging.getLogger("flare.agent")
+
+Stamp = tuple[int, int, int]
+
+
+class Authority:
+    """The controller set that this node obeys.
+
+    Args:
+        path: controllers.toml.
+        on_change: called after every change with the keys that are obeyed now.
+
+    Raises:
+        ConfigError: the file is there and damaged.
+    """
+
+    def __init__(self, path: Path, on_change: Callable[[frozenset[bytes]], None] = lambda _: None) -> None:
+        self._path = path
+        self.on_change = on_change
+        self._set: ControllerSet | None = None
+        self._stamp: Stamp | None = None
+        self._stamp = self._look()
+        if self._stamp is not None:
+            self._set = read_controllers(path)
+
+    @property
+    def controllers(self) -> ControllerSet | None:
+        """The set that is obeyed now; None while the node is unpaired."""
+        self.refresh()
+        return self._set
+
+    @property
+    def revision(self) -> int:
+        """The set's revision, 0 while the node is unpaired."""
+        controllers = self.controllers
+        return 0 if controllers is None else controllers.revision
+
+    def is_controller(self, key: bytes) -> bool:
+        """Tell whether `key` is in the set now."""
+        controllers = self.controllers
+        return controllers is not None and controllers.contains(key)
+
+    def refresh(self) -> None:
+        """Take in what another process did to the file, such as `flare agent reset`.
+
+        A file that became unreadable authorizes nobody: the safe side of a damaged disk.
+        """
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        found = None
+        if stamp is not None:
+            try:
+                found = read_controllers(self._path)
+            except FlareError as problem:
+                logger.error("nobody is obeyed until this is repaired: %s", problem.message)
+        elif self._set is not None:
+            logger.info("the authorized controllers were removed; this node is unpaired")
+        self._set = found
+        self._changed()
+
+    def adopt(self, controllers: ControllerSet) -> None:
+        """Obey this set from now on; it is on disk before anybody is told.
+
+        Raises:
+            StorageError: it could not be written; nothing changed.
+        """
+        ensure_private_folder(self._path.parent)
+        write_atomic(self._path, controllers_text(controllers).encode())
+        self._set = controllers
+        self._stamp = self._look()
+        self._changed()
+
+    def apply(self, records: tuple[SignedRecord, ...]) -> int:
+        """Apply newer revisions, each signed by a key of the one before; return the revision then.
+
+        Raises:
+            ForbiddenError: the node is unpaired, or a signer was not in the set.
+            ConflictError: another record of a known revision.
+        """
+        controllers = self.controllers
+        if controllers is None:
+            raise ForbiddenError("This node obeys no controller. Pair it first.")
+        newer = controllers.apply(records)
+        if newer.revision != controllers.revision:
+            logger.info("controller set: revision %d to %d", controllers.revision, newer.revision)
+            self.adopt(newer)
+        return newer.revision
+
+    def _changed(self) -> None:
+        keys = () if self._set is None else (entry.public_key for entry in self._set.controllers)
+        self.on_change(frozenset(keys))
+
+    def _look(self) -> Stamp | None:
+        try:
+            information = self._path.stat()
+        except OSError:
+            return None
+        return information.st_ino, information.st_size, information.st_mtime_ns
+
+
+def controllers_text(controllers: ControllerSet) -> str:
+    """Return the file's text: every signed revision, oldest first."""
+    tables = [
+        f"\n[[record]]\nbody = {_quoted(record.body)}\n"
+        f'signer = "{record.signer.hex()}"\nsignature = "{record.signature.hex()}"\n'
+        for record in controllers.chain
+    ]
+    return HEADING + "".join(tables)
+
+
+def _quoted(text: str) -> str:
+    """Return a TOML string. JSON is full of double quotes, so a literal string is easier to read."""
+    if "'" not in text and text.isprintable():
+        return f"'{text}'"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return (
+        '"'
+        + "".join(char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}" for char in escaped)
+        + '"'
+    )
+
+
+def read_controllers(path: Path) -> ControllerSet:
+    """Read and verify controllers.toml.
+
+    Raises:
+        NotFoundError: there is none.
+        ConfigError: it is damaged, or its revisions do not follow from one another.
+    """
+    remedy = "Restore it from a backup, or run `flare agent reset` and pair again."
+    try:
+        document = tomllib.loads(read_private(path, MAX_FILE, "The controller file").decode())
+        records = tuple(SignedRecord.from_json(record, "a record") for record in document["record"])
+        return ControllerSet.from_chain(records)
+    except NotFoundError:
+        raise
+    except FlareError as problem:
+        raise ConfigError(f"{path} is damaged: {problem.message} {remedy}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path} is damaged: it is not the TOML that the agent wrote. {remedy}") from None

@@ -1,0 +1,358 @@
+"""The node's cache: where received bytes lie, and the only code that makes them appear there.
+
+| place | what |
+|---|---|
+| cores/<export>-<size>[-rank<R>]/ | a core's files; `.verified` says which bytes were checked |
+| blobs/<sha256>.safetensors | immutable payloads, shared by core directories through hard links |
+| bin/flare-<16 hex> | uploaded executables, named by their content |
+| publishers/<fingerprint>.toml | public profiles that controllers passed |
+| arriving/ | files that are still being received; emptied when the agent starts |
+
+A published file is 0444 (0555 for executables) and never opened for writing again: new bytes go to a new
+file, which is then linked to its name. Nothing is ever replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flare.agent.folders import check_file_path, open_below, parent_of, stat_below
+from flare.cores.marker import AGENT_MARKER, Marker, read_marker
+from flare.errors import ConflictError, ForbiddenError, NotFoundError, RemoteProtocolError, StorageError
+from flare.files import describe_os_error, ensure_private_folder, write_atomic
+from flare.identity import fingerprint
+from flare.paths import Paths
+from flare.trust.publishers import PublisherProfile
+
+SPARE_BYTES = 256 * 1024 * 1024  # left free on the disk: a full file system breaks more than a transfer
+EXECUTABLE_DIGITS = 16  # hex digits of the SHA-256 in an executable's name
+
+logger = logging.getLogger("flare.agent")
+
+_ENTRY = re.compile(
+    r"(?P<export>[0-9a-f]{32})-(?P<length>[1-9][0-9]{0,15})(-rank(?P<rank>0|[1-9][0-9]{0,4}))?\Z"
+)
+_BLOB = re.compile(r"[0-9a-f]{64}\.safetensors\Z")
+_EXECUTABLE = re.compile(r"flare-[0-9a-f]{16}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A core directory's name: which core, and whether it is complete or one rank's part.
+
+    Args:
+        export: 32 hex digits.
+        length: the primary's size in bytes.
+        rank: whose part; None for the complete core.
+    """
+
+    export: str
+    length: int
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        suffix = "" if self.rank is None else f"-rank{self.rank}"
+        return f"{self.export}-{self.length}{suffix}"
+
+    @classmethod
+    def parse(cls, text: str) -> Entry | None:
+        """Return the entry that a folder's name means, or None."""
+        match = _ENTRY.match(text)
+        if match is None:
+            return None
+        rank = match["rank"]
+        return cls(match["export"], int(match["length"]), None if rank is None else int(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one file of the cache belongs.
+
+    Args:
+        kind: core, blob or executable.
+        folder: the trusted folder.
+        path: relative to it.
+        entry: the core directory, for kind core.
+        digest: what the content's SHA-256 must begin with, hex; "" where the name does not say.
+    """
+
+    kind: str
+    folder: Path
+    path: str
+    entry: Entry | None = None
+    digest: str = ""
+
+    @property
+    def mode(self) -> int:
+        """The published file's permission bits."""
+        return 0o555 if self.kind == "executable" else 0o444
+
+
+class Cache:
+    """The cache below one folder.
+
+    Args:
+        paths: where it lies.
+        limit: the most bytes that cores, blobs and executables may take; None for what the disk has.
+    """
+
+    def __init__(self, paths: Paths, limit: int | None = None) -> None:
+        self.paths = paths
+        self._limit = limit
+        self._pins: Counter[str] = Counter()
+        self.arriving = paths.cache / "arriving"
+
+    def prepare(self) -> None:
+        """Make the folders, and remove what a killed agent left half received.
+
+        Raises:
+            StorageError, IdentityError: a folder cannot be made, or others may write to it.
+        """
+        shutil.rmtree(self.arriving, ignore_errors=True)
+        paths = self.paths
+        for folder in (paths.cores, paths.blobs, paths.executables, paths.publisher_profiles, self.arriving):
+            ensure_private_folder(folder)
+
+    # -- names -----------------------------------------------------------------------------------
+
+    def place(self, kind: str, name: str) -> Place:
+        """Return where a file that a peer names belongs.
+
+        Raises:
+            RemoteProtocolError: no such name can be in the cache.
+        """
+        if kind == "blob" and _BLOB.match(name):
+            return Place(kind, self.paths.blobs, name, digest=name[:64])
+        if kind == "executable" and _EXECUTABLE.match(name):
+            return Place(kind, self.paths.executables, name, digest=name.removeprefix("flare-"))
+        folder, _, path = name.partition("/")
+        entry = Entry.parse(folder)
+        if kind == "core" and entry is not None and path:
+            check_file_path(path, RemoteProtocolError)
+            digest = path[:64] if _BLOB.match(path) else ""
+            return Place(kind, self.paths.cores / str(entry), path, entry, digest)
+        raise RemoteProtocolError(f'"{name[:100]}" is no name of a {kind} in the cache.')
+
+    def entry_folder(self, entry: Entry) -> Path:
+        """Return a core directory's path, whether it exists or not."""
+        return self.paths.cores / str(entry)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return every core directory, by name."""
+        found = (Entry.parse(path.name) for path in sorted(self.paths.cores.iterdir()) if path.is_dir())
+        return tuple(entry for entry in found if entry is not None)
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def size_of(self, place: Place) -> int | None:
+        """Return the size of a published file, or None where there is none."""
+        found = stat_below(place.folder, place.path)
+        return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+
+    def have(self, place: Place, size: int) -> tuple[bool, bool]:
+        """Return whether the cache holds the file at that size, and whether its bytes were verified.
+
+        A core's digest-named companion that lies in the blob store already is linked into the core.
+        """
+        found = self.size_of(place)
+        if found is None and place.entry is not None and place.digest and self._link_blob(place):
+            found = self.size_of(place)
+        if found != size:
+            return False, False
+        if place.entry is None:
+            return True, True  # its name is its digest, checked before it got there
+        marker = self.marker(place.entry)
+        return True, marker is not None and marker.holds_for(place.folder, place.path) is not None
+
+    def marker(self, entry: Entry) -> Marker | None:
+        """Return a core directory's marker, if it has one."""
+        return read_marker(self.entry_folder(entry) / AGENT_MARKER)
+
+    def open(self, place: Place) -> int:
+        """Open a published file for reading; the caller closes the descriptor.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        try:
+            return open_below(place.folder, place.path)
+        except OSError:
+            raise NotFoundError(f"The cache does not hold {place.path}.") from None
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def free(self) -> int:
+        """Return the bytes that the cache may still take without evicting anything."""
+        free = shutil.disk_usage(self.paths.cache).free - SPARE_BYTES
+        if self._limit is not None:
+            free = min(free, self._limit - self.used())
+        return max(free, 0)
+
+    def used(self) -> int:
+        """Return the bytes on disk of cores, blobs and executables; linked files count once."""
+        seen: set[int] = set()
+        total = 0
+        for folder in (self.paths.cores, self.paths.blobs, self.paths.executables, self.arriving):
+            for information in _files_below(folder):
+                if information.st_ino not in seen:
+                    seen.add(information.st_ino)
+                    total += information.st_blocks * 512
+        return total
+
+    async def make_room(self, missing: int) -> None:
+        """Evict unpinned cores and executables, least recently used first, until `missing` bytes fit.
+
+        Raises:
+            StorageError: they do not fit; the message says how much is missing.
+        """
+        free = await asyncio.to_thread(self.free)
+        while free < missing and (victim := self._least_recently_used()) is not None:
+            logger.info("evicting %s to make room", victim.name)
+            # Choosing and renaming happen without an await, so that no pin can come in between.
+            doomed = self._take_away(victim)
+            await asyncio.to_thread(_delete, doomed)
+            free = await asyncio.to_thread(self.free)
+        if free < missing:
+            raise StorageError(
+                f"The cache {self.paths.cache} has room for {free} bytes, but {missing} are needed. "
+                "Free some disk space there, or raise agent.cache_limit in config.toml."
+            )
+
+    def _least_recently_used(self) -> Path | None:
+        found: list[tuple[float, Path]] = []
+        for folder in (self.paths.cores, self.paths.executables):
+            for path in folder.iterdir():
+                if not self._pins[path.name]:
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((path.lstat().st_mtime, path))
+        return min(found)[1] if found else None
+
+    def _take_away(self, path: Path) -> Path:
+        """Rename a folder or file out of the cache, so that no half of it is ever seen."""
+        doomed = self.arriving / f"evicted-{secrets.token_hex(8)}"
+        path.rename(doomed)
+        return doomed
+
+    def remove_entry(self, entry: Entry) -> None:
+        """Remove a core directory whose data proved to be wrong."""
+        with contextlib.suppress(FileNotFoundError):
+            _delete(self._take_away(self.entry_folder(entry)))
+
+    @contextlib.contextmanager
+    def pinned(self, name: str) -> Iterator[None]:
+        """Keep an entry or executable from being evicted for the length of a block."""
+        self.pin(name)
+        try:
+            yield
+        finally:
+            self.unpin(name)
+
+    def pin(self, name: str) -> None:
+        """Keep an entry or executable until `unpin`; pins add up."""
+        self._pins[name] += 1
+        for folder in (self.paths.cores, self.paths.executables):
+            with contextlib.suppress(OSError):  # not there yet
+                os.utime(folder / name)
+
+    def unpin(self, name: str) -> None:
+        """Undo one `pin`."""
+        self._pins[name] -= 1
+        if self._pins[name] <= 0:
+            del self._pins[name]
+
+    # -- publishing ------------------------------------------------------------------------------
+
+    def new_arrival(self) -> Path:
+        """Return a path for a file that is to be received; it is created by whoever writes it."""
+        return self.arriving / secrets.token_hex(16)
+
+    def begin_writing(self, place: Place) -> None:
+        """Say that new bytes are coming for a core directory: what was verified of it is no longer."""
+        if place.entry is not None:
+            (self.entry_folder(place.entry) / AGENT_MARKER).unlink(missing_ok=True)
+
+    def publish(self, arrived: Path, place: Place) -> None:
+        """Give a received file, whose data is on the disk, its name. Nothing is ever replaced.
+
+        Raises:
+            ConflictError: another file of that name came first and has another size.
+            StorageError: it cannot be linked.
+        """
+        size = arrived.stat().st_size
+        try:
+            arrived.chmod(place.mode)
+            if place.entry is not None:
+                ensure_private_folder(place.folder)
+            if place.entry is not None and place.digest:
+                self._link(arrived, self.paths.blobs, place.path)
+            self._link(arrived, place.folder, place.path)
+        except OSError as problem:
+            raise describe_os_error(problem, "Cannot publish") from None
+        finally:
+            arrived.unlink(missing_ok=True)
+        if self.size_of(place) != size:
+            raise ConflictError(f"The cache holds another file named {place.path}. Remove it there first.")
+
+    def _link(self, source: Path, folder: Path, path: str) -> None:
+        with parent_of(folder, path, create=True) as (descriptor, name):
+            with contextlib.suppress(FileExistsError):
+                os.link(source, name, dst_dir_fd=descriptor, follow_symlinks=False)
+            os.fsync(descriptor)
+
+    def _link_blob(self, place: Place) -> bool:
+        """Link a blob into a core directory; return whether there was one."""
+        blob = self.paths.blobs / place.path
+        if not blob.is_file():
+            return False
+        ensure_private_folder(place.folder)
+        try:
+            self._link(blob, place.folder, place.path)
+        except OSError as problem:
+            raise describe_os_error(problem, "Cannot link the blob into") from None
+        return True
+
+    def store_profile(self, text: str, expected: str) -> Path:
+        """Keep a publisher's public profile and return its path.
+
+        Args:
+            text: the profile.
+            expected: the fingerprint that the grant names.
+
+        Raises:
+            ForbiddenError: it is another publisher's.
+        """
+        profile = PublisherProfile.from_text(text)
+        if fingerprint(profile.public_key) != expected:
+            raise ForbiddenError("The publisher profile is not the one that the grant names.")
+        path = self.paths.publisher_profiles / f"{expected}.toml"
+        if not path.exists():
+            write_atomic(path, profile.to_text().encode(), mode=0o600)
+        return path
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _files_below(folder: Path) -> Iterator[os.stat_result]:
+    """Yield what every regular file below `folder` is; what vanishes meanwhile is left out."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                information = Path(parent, name).lstat()
+                if stat.S_ISREG(information.st_mode):
+                    yield information

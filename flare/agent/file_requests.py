@@ -1,0 +1,219 @@
+"""STAT, GET, HAVE and PUT: files of this node, for controllers; HAVE also for members of a grant."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat as stat_module
+from pathlib import Path
+
+from flare.agent.node import Node
+from flare.cores.primary import load_primary_isolated
+from flare.errors import (
+    FlareError,
+    ForbiddenError,
+    IntegrityError,
+    NotFoundError,
+    RemoteProtocolError,
+    StorageError,
+    TransferError,
+    UnreachableError,
+)
+from flare.session import Session, SessionClosedError
+from flare.trust.grants import Package, check_fetch
+from flare.wire.messages import (
+    Companion,
+    Get,
+    GetReply,
+    Have,
+    HaveReply,
+    Put,
+    PutDone,
+    PutReply,
+    Stat,
+    StatReply,
+)
+from flare_workers.jobs import Channel, Job, Receive, Result, Send, WorkerError
+from flare_workers.ranges import Ranges
+
+# What a worker's failure means to the peer that waits; without an entry it is our own fault.
+_WORKER_ERRORS: dict[str, type[FlareError]] = {
+    "corrupt": IntegrityError,
+    "storage": StorageError,
+    "closed": UnreachableError,
+    "stalled": TransferError,
+    "cancelled": TransferError,
+    "protocol": RemoteProtocolError,
+}
+
+
+def worker_failure(problem: WorkerError) -> FlareError:
+    """Return the error that a worker's failure stands for."""
+    return _WORKER_ERRORS.get(problem.code, TransferError)(problem.message)
+
+
+async def run_with(node: Node, session: Session, job: Job, descriptor: int) -> Result:
+    """Hand the session to a worker for one DATA frame and take it back.
+
+    After a failure the session has ended: no further record may be sent on it.
+
+    Raises:
+        FlareError: what went wrong.
+    """
+    sock, channel = session.detach()
+    try:
+        result = await _run(node, job, sock, channel, descriptor)
+        assert result.channel is not None
+        session.resume(sock, result.channel)
+        return result
+    except BaseException:
+        session.abort("its transfer failed")
+        sock.close()
+        raise
+
+
+async def _run(node: Node, job: Job, sock: socket.socket, channel: Channel, descriptor: int) -> Result:
+    try:
+        return await node.pool.run(job, sockets=[(sock, channel)], files=[descriptor])
+    except WorkerError as problem:
+        if problem.code == "closed":
+            raise SessionClosedError(problem.message) from None
+        raise worker_failure(problem) from None
+
+
+def open_source(path: str) -> tuple[int, os.stat_result]:
+    """Open a file that a controller names by absolute path; the caller closes the descriptor.
+
+    A symbolic link to a regular file is followed, because model caches are made of them.
+
+    Raises:
+        RemoteProtocolError: the path is not absolute.
+        NotFoundError: there is no regular file that can be read.
+    """
+    if not path.startswith("/") or "\0" in path:
+        raise RemoteProtocolError("A path on this node must be absolute: write it from the first slash on.")
+    try:
+        # Not blocking: opening a pipe, or a device that waits, must not hold the agent up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as problem:
+        raise NotFoundError(f"{path} cannot be read on this node: {problem.strerror}.") from None
+    information = os.fstat(descriptor)
+    if not stat_module.S_ISREG(information.st_mode):
+        os.close(descriptor)
+        raise NotFoundError(f"{path} is not a regular file on this node.")
+    return descriptor, information
+
+
+async def stat(node: Node, session: Session, request: Stat) -> None:
+    """Say how large a core file and its companions are."""
+    descriptor, information = await asyncio.to_thread(open_source, request.path)
+    os.close(descriptor)
+    primary = await load_primary_isolated(Path(request.path))
+    companions = await asyncio.to_thread(
+        _companions, primary.root, [file.path for file in primary.index.files]
+    )
+    await session.send(StatReply(size=information.st_size, companions=companions))
+
+
+def _companions(root: Path, paths: list[str]) -> tuple[Companion, ...]:
+    found = []
+    for path in paths:
+        if not path:
+            continue  # the data of a packed primary
+        descriptor, information = open_source(str(root / path))
+        os.close(descriptor)
+        found.append(Companion(path, information.st_size))
+    return tuple(found)
+
+
+async def get(node: Node, session: Session, request: Get) -> None:
+    """Send bytes of a file; fewer than asked for where it ends."""
+    descriptor, information = await asyncio.to_thread(open_source, request.path)
+    try:
+        length = max(min(request.length, information.st_size - request.offset), 0)
+        await session.send(GetReply(length=length))
+        name = Path(request.path).name
+        job = Send(
+            title=f"send {name} to {session.peer_name}",
+            name=name,
+            ranges=Ranges.of(((request.offset, length),)).runs,
+            stall_timeout=node.settings.agent.stall_timeout,
+        )
+        await run_with(node, session, job, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def have(node: Node, session: Session, request: Have) -> None:
+    """Say whether the cache holds an entry at that size; a member of a grant may ask about its core."""
+    if not node.authority.is_controller(session.peer_key):
+        _check_have(node, session, request)
+    found, verified = node.cache.have(node.cache.place(request.kind, request.name), request.size)
+    await session.send(HaveReply(have=found, verified=verified))
+
+
+def _check_have(node: Node, session: Session, request: Have) -> None:
+    controllers = node.authority.controllers
+    path = request.name.partition("/")[2]
+    if request.grant is None or controllers is None or request.kind != "core":
+        raise ForbiddenError("This node does not allow that.")
+    checked = check_fetch(
+        request.grant,
+        session_key=session.peer_key,
+        controllers=controllers,
+        own_key=node.identity.public_key,
+        file=path,
+        ranges=(),
+        now=int(node.wall_clock()),
+        holds=lambda package: holds(node, package),
+    )
+    prefix = f"{checked.grant.package.export}-{checked.grant.package.length}"
+    folder = request.name.partition("/")[0]
+    if folder != prefix and not folder.startswith(f"{prefix}-rank"):
+        raise ForbiddenError("This node does not allow that.")
+    node.remember_grant(checked.grant, request.grant.signer)
+    session.mark_known()
+
+
+def holds(node: Node, package: Package) -> bool:
+    """Tell whether this node's cache holds verified data of exactly this index, or the complete core."""
+    for entry in node.cache.entries():
+        if entry.export == package.export and entry.length == package.length:
+            marker = node.cache.marker(entry)
+            if marker is not None and marker.index_sha256 == package.index_sha256:
+                return True
+    return False
+
+
+async def put(node: Node, session: Session, request: Put) -> None:
+    """Receive an executable, a blob, or bytes of a core."""
+    place = node.cache.place(request.kind, request.name)
+    try:
+        ranges = (
+            Ranges.whole(request.size)
+            if request.ranges is None
+            else Ranges.strict(request.ranges, size=request.size)
+        )
+    except ValueError as problem:
+        raise RemoteProtocolError(f"PUT: {problem}.") from None
+    stream = await node.arrivals.begin(place, request.size, ranges)
+    if stream is None:
+        await session.send(PutReply(already=True))
+        return
+    try:
+        await session.send(PutReply())
+        job = Receive(
+            title=f"receive {place.path} from {session.peer_name}",
+            name=place.path,
+            ranges=ranges.runs,
+            size=request.size,
+            sync=True,
+            stall_timeout=node.settings.agent.stall_timeout,
+        )
+        result = await run_with(node, session, job, stream.descriptor)
+    except BaseException:
+        stream.fail()
+        raise
+    await stream.finish()
+    await session.send(PutDone(bytes=result.bytes_done))

@@ -1,0 +1,78 @@
+"""Files below a folder of ours, by names that a peer supplied.
+
+Every name goes through `flare.paths` first and is then opened part by part, relative to a directory
+descriptor and without following symbolic links: neither a name nor a link can lead out of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from flare.errors import FlareError, ForbiddenError
+from flare.paths import check_relative_path
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def check_file_path(path: str, error: type[FlareError] = ForbiddenError) -> str:
+    """Return the path of a core's file; its first part may not be one of our own hidden names.
+
+    Raises:
+        error: it could leave the folder, or lies on a marker.
+    """
+    check_relative_path(path, "The file", error)
+    if path.startswith("."):
+        raise error(f'The file "{path[:80]}" begins with a dot; such names belong to the cache itself.')
+    return path
+
+
+@contextlib.contextmanager
+def parent_of(root: Path, path: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
+    """Open the folder that holds `path`, part by part.
+
+    Args:
+        root: a folder of ours, trusted.
+        path: relative, already checked.
+        create: make folders that are missing (0700).
+
+    Yields:
+        A directory descriptor and the file's own name.
+
+    Raises:
+        OSError: a part is missing, no folder, or a symbolic link.
+    """
+    *folders, name = path.split("/")
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder, 0o700, dir_fd=descriptor)
+            deeper = os.open(folder, FOLDER_FLAGS, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = deeper
+        yield descriptor, name
+    finally:
+        os.close(descriptor)
+
+
+def open_below(root: Path, path: str, flags: int = os.O_RDONLY) -> int:
+    """Open an existing file below `root`; the caller closes the descriptor.
+
+    Raises:
+        OSError: it is missing, or a part of its path is a symbolic link.
+    """
+    with parent_of(root, path) as (folder, name):
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+
+
+def stat_below(root: Path, path: str) -> os.stat_result | None:
+    """Return what a file below `root` is, links not followed; None where there is none."""
+    try:
+        with parent_of(root, path) as (folder, name):
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        return None

@@ -1,0 +1,222 @@
+"""RUN, ATTACH, STOP and REMOVE: ranks of this node, for controllers.
+
+RUN and ATTACH keep their session to the end. A controller that goes away ends its session and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from flare.agent.cache import Entry
+from flare.agent.file_requests import open_source
+from flare.agent.gpus import visible_devices
+from flare.agent.inventory import index_of
+from flare.agent.node import Node
+from flare.agent.rank_command import RankFiles, needs_complete_core, rank_command, rank_environment
+from flare.agent.run import RankSpec, Run
+from flare.errors import (
+    ConflictError,
+    FlareError,
+    ForbiddenError,
+    IntegrityError,
+    NotFoundError,
+    UnsupportedError,
+)
+from flare.session import Session
+from flare.trust.grants import CheckedGrant, Package, check_run
+from flare.wire import messages
+
+
+async def run(node: Node, session: Session, request: messages.Run) -> None:
+    """Check a grant to the last word, then reserve, start, and stream."""
+    controllers = node.authority.controllers
+    if controllers is None:
+        raise ForbiddenError("This node does not allow that.")
+
+    def seen(launch: str) -> bool:
+        node.ranks.check_unseen(launch)  # raises with the sentence that fits
+        return False
+
+    checked = check_run(
+        request.grant,
+        rank=request.rank,
+        launch_key=request.launch_key,
+        session_key=session.peer_key,
+        controllers=controllers,
+        own_key=node.identity.public_key,
+        now=int(node.wall_clock()),
+        seen=seen,
+    )
+    with contextlib.ExitStack() as pins:
+        spec = await _specify(node, request, checked, pins)
+        known = [reading.uuid for reading in await node.sampler.fresh_readings()]
+        # One step without an await: of two controllers that ask at the same moment exactly one wins.
+        rank = node.ranks.reserve(spec, known)
+        rank.on_gone.append(pins.pop_all().close)
+    node.remember_grant(checked.grant, request.grant.signer)
+    pid = await node.ranks.start(rank)
+    await session.send(messages.RunReply(pid=pid, launch=spec.launch))
+    await _while_connected(session, _stream(session, rank))
+
+
+async def _specify(
+    node: Node, request: messages.Run, checked: CheckedGrant, pins: contextlib.ExitStack
+) -> RankSpec:
+    """Find and check every file that the rank needs; say how it is started."""
+    grant, member = checked.grant, checked.member
+    if needs_complete_core(grant, member):
+        core: Path | None = await _complete_core(node, grant.package, pins)
+    else:
+        core = None
+    files = RankFiles(
+        executable=await _executable(node, request.executable, pins),
+        core=core,
+        cache=node.paths.cache,
+        profile=node.cache.store_profile(request.publisher, grant.package.publisher),
+    )
+    return RankSpec(
+        launch=grant.launch,
+        name=grant.name,
+        core=grant.package.files[0],
+        rank=member.rank,
+        ranks=len(grant.members),
+        gpus=member.gpus,
+        command=rank_command(grant, member, files),
+        environment=rank_environment(os.environ, visible_devices(member.gpus)),
+        # A single process has nobody to prove itself to.
+        launch_key=None if grant.single_host else request.launch_key,
+        expires=grant.expires,
+    )
+
+
+async def _executable(
+    node: Node, wanted: messages.Executable | None, pins: contextlib.ExitStack
+) -> tuple[str, ...]:
+    if wanted is None:
+        if not node.executable:
+            raise UnsupportedError("This node has no installed flare to run. Use --executable PATH.")
+        return node.executable
+    place = node.cache.place("executable", wanted.name)
+    pins.enter_context(node.cache.pinned(wanted.name))
+    descriptor = node.cache.open(place)
+    try:
+        found = (await node.digest(descriptor, wanted.name, os.fstat(descriptor).st_size)).hex()
+    finally:
+        os.close(descriptor)
+    if found != wanted.sha256:
+        raise IntegrityError(f"The executable {wanted.name} on this node is not the one that was asked for.")
+    return (str(place.folder / place.path),)
+
+
+async def _complete_core(node: Node, package: Package, pins: contextlib.ExitStack) -> Path:
+    """Return the primary that a rank here reads: the source in place, or the cache's copy.
+
+    Raises:
+        NotFoundError: it is not here.
+        ConflictError: another core is in its place.
+    """
+    source = package.source
+    if source is not None and source.public_key == node.identity.public_key:
+        path = Path(source.path)
+    else:
+        entry = Entry(package.export, package.length)
+        pins.enter_context(node.cache.pinned(str(entry)))
+        path = node.cache.entry_folder(entry) / package.files[0]
+        for name in package.files:
+            if node.cache.size_of(node.cache.place("core", f"{entry}/{name}")) is None:
+                raise NotFoundError(
+                    f"The core's file {name} is not in this node's cache. Push the core first."
+                )
+    descriptor, information = await asyncio.to_thread(open_source, str(path))
+    os.close(descriptor)
+    if information.st_size != package.length or await index_of(path) != package.index_sha256:
+        raise ConflictError(
+            f"{path} on this node is not the core that the grant names: its index differs. "
+            "Remove that core from the node, or export it again under a new name."
+        )
+    return path
+
+
+async def attach(node: Node, session: Session, request: messages.Attach) -> None:
+    """Stream what a rank said and says."""
+    rank = node.ranks.find(request.group, running_only=False)
+    await session.send(messages.AttachReply())
+    await _while_connected(session, _stream(session, rank))
+
+
+async def stop(node: Node, session: Session, request: messages.Stop) -> None:
+    """Ask a rank to end; answer again when nothing of it is left."""
+    try:
+        rank = node.ranks.find(request.group, running_only=True)
+    except NotFoundError:
+        if request.group is None:
+            raise
+        ended = [run for run in node.ranks.all() if run.spec.launch == request.group]
+        if not ended:
+            # It may be on its way here: a launch that was given up must not start afterwards.
+            node.ranks.stopped_before(request.group)
+            raise
+        rank = ended[0]
+    stopping = asyncio.create_task(node.ranks.stop(rank, now=request.now))
+
+    async def answer() -> None:
+        await asyncio.shield(stopping)
+        await session.send(exit_of(rank))
+
+    node.keep(stopping)  # a controller that leaves does not take its order back
+    await session.send(messages.StopReply())
+    await _while_connected(session, answer())
+
+
+async def remove(node: Node, session: Session, request: messages.Remove) -> None:
+    """Drop an ended launch's history."""
+    node.ranks.remove(request.group)
+    await session.send(messages.RemoveReply())
+
+
+def exit_of(rank: Run) -> messages.Exit:
+    """Return the EXIT frame of a run that ended."""
+    if rank.signal is not None:
+        return messages.Exit(signal=rank.signal, reason=rank.reason)
+    return messages.Exit(status=rank.status, reason=rank.reason)
+
+
+async def _stream(session: Session, rank: Run) -> None:
+    async for line in rank.output.follow():
+        await session.send(messages.Log(line.text, line.stream))
+    await rank.gone.wait()
+    await session.send(exit_of(rank))
+
+
+async def _while_connected(session: Session, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, but no longer than the peer stays. It may send nothing meanwhile.
+
+    Raises:
+        FlareError: what ended it: the peer's leaving, a frame that was not asked for, or the work itself.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_watch(session))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        results = await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled() and results[0] is None:
+        return
+    for problem in results:
+        if isinstance(problem, FlareError):
+            raise problem
+    for problem in results:
+        if isinstance(problem, Exception):
+            raise problem
+
+
+async def _watch(session: Session) -> None:
+    """End with an error when the peer leaves or speaks out of turn."""
+    await session.receive(timeout=None)

@@ -1,0 +1,121 @@
+"""What core directories lie on this node, as STATUS reports them.
+
+Listed are the agent's own `cores/` and the ranks' model cache `models/`. A directory's index is read from
+its marker, else from its primary; that is done once for each file as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections import OrderedDict
+from pathlib import Path
+
+from flare.agent.cache import Cache, Entry
+from flare.cores.index import CACHED_PRIMARY
+from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, FileStamp, read_marker
+from flare.cores.primary import load_primary_isolated
+from flare.errors import FlareError
+from flare.files import describe_os_error
+from flare.wire.messages import CachedFile, CoreReport
+
+MAX_REMEMBERED = 256  # indexes whose digest is kept; more cores than that are read again
+MAX_REPORTED_FILES = 2048  # of one core: STATUS has 4 MiB for everything
+
+_known: OrderedDict[FileStamp, str] = OrderedDict()  # one parse a file is enough for the process
+
+
+async def inventory(cache: Cache) -> tuple[CoreReport, ...]:
+    """Return one report a core directory, by name."""
+    found = await asyncio.to_thread(_scan, cache)
+    return tuple([await _report(folder, entry, marker) for folder, entry, marker in found])
+
+
+def _scan(cache: Cache) -> list[tuple[Path, Entry, str]]:
+    found = []
+    if cache.paths.cores.is_dir():
+        for folder in sorted(cache.paths.cores.iterdir()):
+            entry = Entry.parse(folder.name)
+            if entry is not None and folder.is_dir():
+                found.append((folder, entry, AGENT_MARKER))
+    if cache.paths.models.is_dir():
+        for model in sorted(cache.paths.models.iterdir()):
+            if not model.is_dir():
+                continue
+            for folder in sorted(model.iterdir()):
+                entry = Entry.parse(folder.name)
+                if entry is not None and folder.is_dir():
+                    found.append((folder, entry, MODEL_MARKER))
+    return found
+
+
+async def _report(folder: Path, entry: Entry, marker_name: str) -> CoreReport:
+    files = await asyncio.to_thread(_files, folder)
+    marker = await asyncio.to_thread(read_marker, folder / marker_name)
+    verified = marker is not None and marker.holds(folder)
+    index = marker.index_sha256 if marker is not None else await _index_in(folder, entry)
+    return CoreReport(
+        name=str(entry),
+        export=entry.export,
+        index_sha256=index,
+        files=tuple(files[:MAX_REPORTED_FILES]),
+        verified=verified,
+        bytes=sum(file.bytes_on_disk for file in files),
+    )
+
+
+def _files(folder: Path) -> list[CachedFile]:
+    found = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            try:
+                information = path.lstat()
+            except OSError:
+                continue  # evicted while we looked
+            relative = str(path.relative_to(folder))
+            if stat.S_ISREG(information.st_mode) and not relative.startswith("."):
+                found.append(CachedFile(relative, information.st_size, information.st_blocks * 512))
+    return sorted(found, key=lambda file: file.path)
+
+
+async def _index_in(folder: Path, entry: Entry) -> str | None:
+    """Return the index's digest from a directory's primary, or None where none can be read."""
+    path = await asyncio.to_thread(_primary_in, folder, entry)
+    if path is None:
+        return None
+    try:
+        return await index_of(path)
+    except FlareError:
+        return None
+
+
+async def index_of(path: Path) -> str:
+    """Return the SHA-256 (hex) of the signed index in a primary; a file as it is is parsed once.
+
+    Raises:
+        CoreError, TrustError: it is no core, or its signature is wrong.
+        StorageError: it cannot be read.
+    """
+    try:
+        stamp = FileStamp.of(await asyncio.to_thread(path.stat))
+    except OSError as problem:
+        raise describe_os_error(problem, "Cannot read") from None
+    if stamp not in _known:
+        _known[stamp] = (await load_primary_isolated(path)).index_sha256.hex()
+        while len(_known) > MAX_REMEMBERED:
+            _known.popitem(last=False)
+    return _known[stamp]
+
+
+def _primary_in(folder: Path, entry: Entry) -> Path | None:
+    """Find the primary: the top-level safetensors file of the length that the folder's name says."""
+    for path in (folder / CACHED_PRIMARY, *sorted(folder.glob("*.safetensors"))):
+        try:
+            information = path.lstat()
+        except OSError:
+            continue
+        if stat.S_ISREG(information.st_mode) and information.st_size == entry.length:
+            return path
+    return None

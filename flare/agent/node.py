@@ -1,0 +1,126 @@
+"""Everything that answers to a request share: the node's parts, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flare.agent.arriving import Arrivals, Digest
+from flare.agent.authority import Authority
+from flare.agent.cache import Cache
+from flare.agent.pairing import Pairing
+from flare.agent.ranks import Ranks
+from flare.agent.sampler import Sampler
+from flare.engine_install import installed_engines
+from flare.identity import Identity
+from flare.paths import Paths
+from flare.settings import Settings
+from flare.trust.grants import Grant
+from flare.version import VERSION
+from flare.wire.handshake import PROTOCOL_VERSION
+from flare.wire.messages import Hello, NodeFacts
+from flare_workers.jobs import Channel, Job, Result
+
+ENGINES_FRESH = 30.0  # seconds: engines come and go by hand
+GRANT_LIFE = 24 * 3600  # seconds that a transfer grant lets its members fetch
+
+
+class Pool(Protocol):
+    """What the handlers need of flare_workers.pool.WorkerPool."""
+
+    def run(
+        self, job: Job, sockets: Sequence[tuple[Any, Channel]] = (), files: Sequence[int] = ()
+    ) -> Awaitable[Result]:
+        """Run a job in a worker."""
+
+
+@dataclass(slots=True)
+class Node:
+    """The parts of one agent.
+
+    Args:
+        name: as pairing records it.
+        digest: digests a file in a worker.
+        executable: the words that start the installed flare.
+        executable_path: what HELLO tells of it; None where there is none to tell.
+    """
+
+    identity: Identity
+    name: str
+    paths: Paths
+    settings: Settings
+    authority: Authority
+    pairing: Pairing
+    cache: Cache
+    arrivals: Arrivals
+    ranks: Ranks
+    sampler: Sampler
+    pool: Pool
+    digest: Digest
+    executable: tuple[str, ...]
+    executable_path: str | None
+    wall_clock: Callable[[], float] = time.time
+    _engines: dict[str, str] = field(default_factory=dict)
+    _engines_at: float = -ENGINES_FRESH
+    _kept: set[asyncio.Task[None]] = field(default_factory=set)
+    _granted: dict[str, tuple[frozenset[bytes], bytes, float]] = field(default_factory=dict)
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Hold on to work that goes on without the session that asked for it."""
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
+
+    async def refresh_engines(self) -> dict[str, str]:
+        """Look for installed engines, at most every half minute; return name to version."""
+        if time.monotonic() - self._engines_at >= ENGINES_FRESH:
+            self._engines = await asyncio.to_thread(installed_engines, self.settings, self.paths)
+            self._engines_at = time.monotonic()
+        return self._engines
+
+    def facts(self) -> NodeFacts:
+        """Return what the node says of itself to those who may know."""
+        return NodeFacts(
+            name=self.name,
+            flare_version=VERSION,
+            arch=platform.machine(),
+            os=platform.system().lower(),
+            engines=dict(self._engines),
+        )
+
+    def remember_grant(self, grant: Grant, signer: bytes) -> None:
+        """Know a grant's members, so that their sessions are no strangers' while it lives.
+
+        Args:
+            signer: the controller that signed it; when that one is removed, so is what it granted.
+        """
+        now = self.wall_clock()
+        self._granted = {launch: entry for launch, entry in self._granted.items() if entry[2] > now}
+        keys = frozenset(member.public_key for member in grant.members)
+        self._granted[grant.launch] = (keys, signer, grant.issued + GRANT_LIFE)
+
+    def is_known(self, key: bytes) -> bool:
+        """Tell whether a key is a controller's, or a member's of a grant that lives here."""
+        if self.authority.is_controller(key):
+            return True
+        now = self.wall_clock()
+        return any(
+            key in keys and until > now and self.authority.is_controller(signer)
+            for keys, signer, until in self._granted.values()
+        )
+
+    def hello_for(self, key: bytes) -> Hello:
+        """Return the node's HELLO towards a key; a stranger hears the protocol and the node's key alone."""
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            public_key=self.identity.public_key,
+            controllers_revision=self.authority.revision,
+            node=self.facts(),
+            executable=self.executable_path,
+            download_progress=True,
+            transfer_progress=True,
+        )
+        return hello if self.is_known(key) else hello.minimal()

@@ -1,0 +1,124 @@
+"""STATUS, METRICS and FABRIC: what a node says about its devices, groups, cores and routes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from flare.agent.gpus import Reading
+from flare.agent.inventory import inventory
+from flare.agent.node import Node
+from flare.errors import UnreachableError, UnsupportedError
+from flare.session import Session, parse_address
+from flare.wire.messages import (
+    Fabric,
+    GpuReport,
+    GroupMetrics,
+    Metrics,
+    MetricsReply,
+    Status,
+    StatusReply,
+)
+
+FIRST_RENDEZVOUS_PORT = 29800  # the specification's example; upwards from there the first free one is offered
+RENDEZVOUS_PORTS = 64  # ports that are looked at
+
+
+async def status(node: Node, session: Session, request: Status) -> None:
+    """Report everything that placement needs."""
+    address = None if request.toward is None else await local_address_toward(request.toward)
+    readings = await node.sampler.fresh_readings()
+    cores, free = await asyncio.gather(inventory(node.cache), asyncio.to_thread(node.cache.free))
+    await session.send(
+        StatusReply(
+            name=node.name,
+            public_key=node.identity.public_key,
+            controllers_revision=node.authority.revision,
+            time=int(node.wall_clock()),
+            gpus=tuple(_gpu(node, reading) for reading in readings),
+            groups=node.ranks.reports(),
+            cores=cores,
+            engines=await node.refresh_engines(),
+            cache_free=free,
+            address=address,
+            rendezvous_port=free_rendezvous_port(),
+        )
+    )
+
+
+async def metrics(node: Node, session: Session, request: Metrics) -> None:
+    """Report the sampler's last readings and documents."""
+    groups = []
+    for report in node.ranks.reports():
+        document, age = node.sampler.document(report.launch) or (None, None)
+        groups.append(GroupMetrics(report, document, age))
+    gpus = tuple(_gpu(node, reading, with_metrics=True) for reading in node.sampler.readings)
+    await session.send(MetricsReply(gpus=gpus, groups=tuple(groups)))
+
+
+async def fabric(node: Node, session: Session, request: Fabric) -> None:
+    """Report RoCE endpoints."""
+    raise UnsupportedError("This version of the agent does not report fabric endpoints yet.")
+
+
+def _gpu(node: Node, reading: Reading, *, with_metrics: bool = False) -> GpuReport:
+    report = GpuReport(
+        index=reading.index,
+        uuid=reading.uuid,
+        name=reading.name,
+        revision=reading.revision,
+        memory_total=reading.memory_total,
+        memory_free=reading.memory_free,
+        group=node.ranks.holder_of(reading.uuid),
+    )
+    if not with_metrics:
+        return report
+    return GpuReport(
+        index=report.index,
+        uuid=report.uuid,
+        name=report.name,
+        revision=report.revision,
+        memory_total=report.memory_total,
+        memory_free=report.memory_free,
+        group=report.group,
+        utilization=reading.utilization,
+        memory_utilization=reading.memory_utilization,
+        temperature=reading.temperature,
+        clock=reading.clock,
+    )
+
+
+async def local_address_toward(toward: str) -> str:
+    """Return the local address that routing selects towards "host[:port]"; nothing is sent.
+
+    Raises:
+        UsageError: it is no address.
+        UnreachableError: the name does not resolve here, or there is no route.
+    """
+    host, port = parse_address(toward)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        raise UnreachableError(f"This node cannot resolve the name {host}.") from None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)  # of a datagram socket: only asks the routing table
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    raise UnreachableError(f"This node has no route to {host}.")
+
+
+def free_rendezvous_port() -> int | None:
+    """Return the first port from 29800 up that nothing listens on now; None where all are taken."""
+    for port in range(FIRST_RENDEZVOUS_PORT, FIRST_RENDEZVOUS_PORT + RENDEZVOUS_PORTS):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))  # noqa: S104 - closed at once; rank zero binds the same
+            except OSError:
+                continue
+            return port
+    return None

@@ -1,0 +1,184 @@
+"""`flare agent`: run this node's agent, invite controllers, install it as a service."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from flare.cli.main import CONTEXT
+
+if TYPE_CHECKING:
+    from flare.paths import Paths
+
+
+@click.group(invoke_without_command=True, context_settings=CONTEXT)
+@click.option("--listen", metavar="ADDR", help="Address and port; default [::]:29900. Port 0: any free one.")
+@click.option("--name", metavar="NAME", help="The node's name; default: the host name.")
+@click.option("--accept-first", is_flag=True, help="Accept the first controller that connects, for 24 hours.")
+@click.pass_context
+def agent(context: click.Context, listen: str | None, name: str | None, accept_first: bool) -> None:
+    """Run this node's agent in the foreground, or manage it.
+
+    \b
+    flare agent --listen [::]:29900    run it here
+    flare agent install                run it as a service of this account
+    flare agent join-code              print a code that pairs one controller
+    """
+    if context.invoked_subcommand is not None:
+        given = [flag for flag, value in (("--listen", listen), ("--name", name)) if value is not None]
+        if accept_first:
+            given.append("--accept-first")
+        if given:
+            raise click.UsageError(f"{given[0]} belongs behind `{context.invoked_subcommand}`, or alone.")
+        return
+    # Nothing may run a thread or an event loop before the agent has forked its spawner.
+    from flare.agent.service import AgentOptions, run_agent
+    from flare.paths import Paths
+
+    run_agent(Paths.from_environment(), AgentOptions(listen, name, accept_first))
+
+
+@agent.command("join-code")
+@click.option(
+    "--code-file",
+    type=click.File("r"),
+    help="Install the code in this file (- for standard input) instead of making one.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def join_code(code_file: TextIO | None, as_json: bool) -> None:
+    """Make a one-time code that pairs one controller with this node, good for 24 hours."""
+    import time
+
+    from flare.agent.pairing import install_code
+    from flare.paths import Paths
+    from flare.trust.join_code import decode, format_code, generate
+
+    paths = Paths.from_environment()
+    code = format_code(decode(_first_line(code_file))) if code_file is not None else generate()
+    expires = install_code(paths, code, time.time())
+    _print_invitation(paths, code, expires, as_json)
+
+
+@agent.command("reset")
+def reset() -> None:
+    """Remove the authorized controllers and the pairing code: the node becomes unpaired.
+
+    The node key, cached files and running groups stay.
+    """
+    from flare.agent.pairing import remove_invitations
+    from flare.cli.output import say
+    from flare.paths import Paths
+
+    paths = Paths.from_environment()
+    was_paired = paths.controllers_file.exists()
+    paths.controllers_file.unlink(missing_ok=True)
+    remove_invitations(paths)
+    if was_paired:
+        say("The authorized controllers were removed: this node is unpaired. Running groups go on.")
+    else:
+        say("This node was not paired; codes that were not used are gone.")
+    say("Pair it again: `flare agent join-code`, then the command that it prints.")
+
+
+@agent.command("pair", short_help="Pair nodes with this host's controller key.")
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@click.option("--code", metavar="CODE|-", help="The join code; `-` reads it from standard input.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def pair(hosts: tuple[str, ...], code: str | None, as_json: bool) -> None:
+    """Pair nodes with this host's controller key; needs no cluster and makes none.
+
+    The same as `flare orbit pair`, for a host that runs `flare run --hosts`.
+    """
+    from flare.cli.orbit_pair import pair_hosts
+
+    pair_hosts(hosts, code, None, as_json)
+
+
+@agent.command("status")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def status(as_json: bool) -> None:
+    """Show this node's name, fingerprint and controllers, and whether its agent runs."""
+    from flare.agent.authority import read_controllers
+    from flare.agent.lock import running_agent
+    from flare.agent.service import default_name
+    from flare.cli.output import print_json, say
+    from flare.identity import Identity
+    from flare.paths import Paths
+
+    paths = Paths.from_environment()
+    identity = Identity.load(paths.node_key, "The node key")
+    running = running_agent(paths.agent_folder / "lock")
+    found = read_controllers(paths.controllers_file) if paths.controllers_file.exists() else None
+    controllers = found.controllers if found is not None else ()
+    name = running.name if running else default_name()
+    if as_json:
+        print_json(
+            {
+                "name": name,
+                "fingerprint": identity.fingerprint,
+                "public_key": identity.public_key.hex(),
+                "running": None if running is None else {"pid": running.pid, "listen": list(running.listen)},
+                "controllers_revision": found.revision if found is not None else 0,
+                "controllers": [
+                    {"name": entry.name, "fingerprint": entry.fingerprint} for entry in controllers
+                ],
+            }
+        )
+        return
+    say(f"Node:         {name}")
+    say(f"Fingerprint:  {identity.fingerprint}")
+    where = f"process {running.pid}, on {' and '.join(running.listen)}" if running else "not running"
+    say(f"Agent:        {where}")
+    if found is None:
+        say("Controllers:  none; `flare agent join-code` prints a code that pairs one")
+    for entry in controllers:
+        say(f"Controller:   {entry.name}  {entry.fingerprint}")
+
+
+def _first_line(file: TextIO) -> str:
+    """Return what is in a code file; a code is never an argument, which others could see."""
+    return file.read(4096).strip()
+
+
+def _print_invitation(paths: Paths, code: str, expires: int, as_json: bool) -> None:
+    import socket
+    from datetime import datetime
+
+    from flare.agent.lock import running_agent
+    from flare.agent.service import default_name
+    from flare.cli.output import print_json, say, warn
+    from flare.identity import Identity
+    from flare.settings import DEFAULT_PORT
+
+    identity = Identity.load_or_create(paths.node_key, "The node key")
+    running = running_agent(paths.agent_folder / "lock")
+    port = int(running.listen[0].rpartition(":")[2]) if running and running.listen else DEFAULT_PORT
+    host = socket.gethostname() + ("" if port == DEFAULT_PORT else f":{port}")
+    name = running.name if running else default_name()
+    command = f"flare orbit pair {host} --code -"
+    if as_json:
+        print_json(
+            {
+                "code": code,
+                "expires": expires,
+                "name": name,
+                "fingerprint": identity.fingerprint,
+                "public_key": identity.public_key.hex(),
+                "command": command,
+                "running": running is not None,
+            }
+        )
+        return
+    moment = datetime.fromtimestamp(expires).astimezone()
+    say(f"Join code:    {code}")
+    say(f"Good until:   {moment:%Y-%m-%d %H:%M %Z}, for one pairing")
+    say(f"Node:         {name}")
+    say(f"Fingerprint:  {identity.fingerprint}")
+    say()
+    say("On the controller, type this and then the code; compare the fingerprint that it prints:")
+    say(f"  {command}")
+    if paths.controllers_file.exists():
+        warn("this node is paired already, so no code pairs it now. `flare agent reset` makes it unpaired.")
+    if running is None:
+        warn("no agent runs here yet. Start it: `flare agent install`, or `flare agent` in this terminal.")
