@@ -272,7 +272,7 @@ class DownloadReply(Message):
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
-        return present({name: getattr(self, name) for name in self.__slots__})
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def parse(cls, reader: Reader) -> DownloadReply:

@@ -313,7 +313,7 @@ class GroupMetrics:
     def to_json(self) -> dict[str, Any]:
         """Return the members: the report's, and two more."""
         document = None if self.document is None else dict(self.document)
-        return self.report.to_json() | present({"document": document, "document_age": self.document_age})
+        return self.report.to_json() | {"document": document, "document_age": self.document_age}
 
     @classmethod
     def parse(cls, value: object, where: str) -> GroupMetrics:
