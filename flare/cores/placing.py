@@ -52,7 +52,11 @@ def place(real: Path, destination: Path, *, copy: bool) -> None:
 
 
 def _create(destination: Path) -> int:
-    return os.open(destination, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(destination, flags, 0o600)
+    except OSError as problem:
+        raise describe_os_error(problem, "Cannot make") from None
 
 
 def _reflink(source: int, destination: Path) -> bool:
@@ -81,7 +85,7 @@ def _hard_link(real: Path, information: os.stat_result, destination: Path) -> No
     except OSError as problem:
         if problem.errno in _NO_LINK:
             raise StorageError(
-                f"{real} cannot be linked into {destination.parent}: {problem.strerror}. Choose a folder "
+                f"{real} cannot be linked into the core: {problem.strerror}. Choose an output folder "
                 "on the same file system, as the owner of the model; or give --copy, which needs "
                 f"{information.st_size} bytes more of disk for this file."
             ) from None
