@@ -53,7 +53,7 @@ def pair_hosts(hosts: tuple[str, ...], code: str | None, name: str | None, as_js
         )
     for outcome in outcomes:
         if outcome.error is not None:
-            output.fail(f"{outcome.host}: {outcome.error.message}")
+            output.fail(outcome.error.message)
         elif outcome.node is not None and not as_json:
             word = "Already paired" if outcome.known else "Paired"
             output.say(f"{word}: {outcome.node.name} at {outcome.node.address}")

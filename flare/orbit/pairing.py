@@ -128,10 +128,9 @@ class _Pairer:
         )
         try:
             reply = await session.request(request, timeout=PAIR_TIMEOUT)
-        except PairingError as problem:
-            raise PairingError(
-                f"{printable(host)} refused to pair: {problem.message} {self.remedy()}"
-            ) from None
+        except PairingError:
+            # The node never says why; its log does.
+            raise PairingError(f"{printable(host)} refused to pair. {self.remedy()}") from None
         if self.key is not None:
             expected = node_proof(self.key, session.handshake_hash)
             if reply.proof is None or not hmac.compare_digest(reply.proof, expected):
