@@ -58,7 +58,9 @@ def test_another_fingerprint_accepts_nothing(paths: Paths, core: Core) -> None:
         accept_publisher(controller, core, trust_store=None, accepted="ab" * 32)
 
 
-def test_a_trust_store_of_its_own_and_a_profile_of_the_launch(paths: Paths, core: Core, tmp_path: Path) -> None:
+def test_a_trust_store_of_its_own_and_a_profile_of_the_launch(
+    paths: Paths, core: Core, tmp_path: Path
+) -> None:
     controller = Controller.open(paths, RecordingReporter(answer=None))
     store = tmp_path / "elsewhere/trust.toml"
     accept_publisher(controller, core, trust_store=store, accepted=PUBLISHER.fingerprint)

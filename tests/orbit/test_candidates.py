@@ -60,7 +60,10 @@ def test_a_node_that_holds_the_verified_core_becomes_rank_zero(core: Core) -> No
         (entry(core, index="ab" * 32), "maxwell"),
         (entry(core, "-rank1"), "maxwell"),
     ):
-        answers = [answer(MAXWELL, gpus=(gpu(free=1 << 35),)), answer(HERTZ, cores=(report,), gpus=(gpu(free=1 << 34),))]
+        answers = [
+            answer(MAXWELL, gpus=(gpu(free=1 << 35),)),
+            answer(HERTZ, cores=(report,), gpus=(gpu(free=1 << 34),)),
+        ]
         placement = place_core(core, answers, listed=False, gpu_indices=None)
         assert placement.members[0].node.name == first, report
 
@@ -77,7 +80,9 @@ def test_the_node_that_a_reference_names_becomes_rank_zero_and_reads_in_place(co
 def test_lines_say_what_must_be_received(core: Core) -> None:
     placement = place_core(core, [answer(MAXWELL), answer(HERTZ)], listed=True, gpu_indices=None)
     assert describe_placement(core, placement)[0] == "rank 0  maxwell  the CPU (cpu)  receives 3,000 bytes"
-    held = place_core(core, [answer(MAXWELL, cores=(entry(core),)), answer(HERTZ)], listed=True, gpu_indices=None)
+    held = place_core(
+        core, [answer(MAXWELL, cores=(entry(core),)), answer(HERTZ)], listed=True, gpu_indices=None
+    )
     assert describe_placement(core, held)[0].endswith("holds its data already")
     whole = place_core(core, [answer(MAXWELL), answer(HERTZ)], listed=True, gpu_indices=())
     assert "the whole node" in describe_placement(core, whole)[0]
