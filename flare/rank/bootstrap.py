@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -109,9 +109,10 @@ def _read_metadata(primary: Primary) -> bytes:
 
 
 async def obtain(
-    link: Link,
     offer: Offer,
     *,
+    ask: Callable[[], Awaitable[bytes]],
+    report: Callable[[int], Awaitable[None]],
     rank: int,
     root: Path,
     accepted: AcceptedPublishers,
@@ -122,8 +123,9 @@ async def obtain(
     """Return this rank's bytes, stored under `root`, locked, and verified unless `verified` says no.
 
     Args:
-        link: to rank zero.
-        offer: what its welcome said.
+        offer: what rank zero's welcome said.
+        ask: has rank zero send header, index and digest table.
+        report: tells rank zero how many bytes have come, so that it knows that this rank is alive.
         rank: this one.
         root: the model cache.
         accepted: the publishers that this rank trusts.
@@ -143,11 +145,7 @@ async def obtain(
             raise
         remark(f"rank {rank}'s bytes are here already, in {found.primary.root}")
         return found
-    await link.send({"type": "want"})
-    reply = Reader(await link.receive(), "Rank zero's metadata")
-    if reply.text("type") != "metadata":
-        reply.fail("type", "is not metadata")
-    data = await link.receive_bulk(reply.count("length", limit=MAX_METADATA))
+    data = await ask()
     primary = await asyncio.to_thread(_check_metadata, data, offer, rank, accepted)
     wanted = primary.index.wanted(rank)
     receiver = RangeReceiver(connect, streams)
@@ -155,9 +153,8 @@ async def obtain(
         asyncio.to_thread(_receive, data, primary, wanted, root, offer.entry(rank), receiver)
     )
     try:
-        return await _with_progress(
-            work, link, receiver, sum(ranges.total for ranges in wanted.values()), remark
-        )
+        total = sum(ranges.total for ranges in wanted.values())
+        return await _with_progress(work, report, receiver, total, remark)
     except BaseException:
         receiver.close()
         await asyncio.gather(work, return_exceptions=True)
@@ -179,7 +176,7 @@ def _check_metadata(data: bytes, offer: Offer, rank: int, accepted: AcceptedPubl
 
 async def _with_progress(
     work: asyncio.Task[Found],
-    link: Link,
+    report: Callable[[int], Awaitable[None]],
     receiver: RangeReceiver,
     total: int,
     remark: Callable[[str], None],
@@ -190,7 +187,7 @@ async def _with_progress(
             return work.result()
         received = receiver.received
         remark(f"received {received / 1e9:.2f} of {total / 1e9:.2f} GB")
-        await link.send({"type": "progress", "bytes": received})
+        await report(received)
 
 
 def _receive(

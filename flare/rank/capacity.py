@@ -108,8 +108,8 @@ def agree(
         context = max(min(context, tokens), 256) if tokens >= 256 else context
     if context * slots > tokens:
         raise PlacementError(
-            f"{slots} request(s) of {context} tokens need {_size(context * slots * needs.token_bytes)} beside "
-            f"the weights, but rank {rank} can give {_size(max(capacity - needs.fixed_bytes, 0))}: "
+            f"{slots} request(s) of {context} tokens need {_size(context * slots * needs.token_bytes)} "
+            f"beside the weights, but rank {rank} can give {_size(max(capacity - needs.fixed_bytes, 0))}: "
             f"room for {tokens} tokens. Lower --context-length or --max-concurrency, or free memory there."
         )
     return Agreement(context, slots, capacity)

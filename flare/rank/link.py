@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from flare.errors import RemoteProtocolError, UnreachableError
-from flare.rank.sockets import describe, receive_exactly, set_up, shut
+from flare.rank.sockets import describe, notice_death, receive_exactly, set_up, shut
 from flare.strict_json import canonical, loads
 from flare_workers.cipher import MAX_PLAINTEXT, MIN_CIPHERTEXT, CipherError, RecordCipher
 
@@ -44,6 +44,7 @@ class Link:
     ) -> None:
         connection.setblocking(False)
         set_up(connection)
+        notice_death(connection)
         self.connection = connection
         self.other = other
         self._send = send

@@ -193,6 +193,11 @@ class Rendezvous:
             *(member.link.send(message) for member in self.members.values()), return_exceptions=True
         )
 
+    async def all_gone(self) -> None:
+        """Wait until every member has ended its connection."""
+        if self._readers:
+            await asyncio.wait(self._readers)
+
     async def close(self) -> None:
         """End every connection and stop listening."""
         tasks = [*self._pending, *self._readers]

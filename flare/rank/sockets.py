@@ -30,21 +30,29 @@ PROOF_LIMIT: Final = 10.0
 
 
 def set_up(connection: socket.socket) -> None:
-    """Send small messages at once, and notice a cut cable within DEAD_AFTER seconds.
+    """Send small messages at once, and have the kernel ask whether the other side is still there.
 
     The kernel asks, not a heartbeat of ours: that would misfire while an engine loads.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 1),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", DEAD_AFTER - 1),
-        ("TCP_USER_TIMEOUT", DEAD_AFTER * 1000),
-    ):
-        option = getattr(socket, name, None)  # macOS lacks some; a manual peer there relies on the rest
-        if option is not None:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", DEAD_AFTER - 1)):
+        _set_if_known(connection, name, value)
+
+
+def notice_death(connection: socket.socket) -> None:
+    """Give the rendezvous connection up when something sent is not acknowledged within DEAD_AFTER seconds.
+
+    Not for connections that carry bulk: the kernel counts a receiver that is busy and reads nothing
+    for that long as dead too.
+    """
+    _set_if_known(connection, "TCP_USER_TIMEOUT", DEAD_AFTER * 1000)
+
+
+def _set_if_known(connection: socket.socket, name: str, value: int) -> None:
+    option = getattr(socket, name, None)  # macOS lacks some; a manual peer there relies on the rest
+    if option is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,202 @@
+"""An engine as this rank's child: started under a keeper, heard line by line, and gone when it must be.
+
+The keeper holds one end of a socket whose other end is here; when this rank dies, however it dies, the
+keeper kills the engine and all that the engine started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from flare import keeper
+from flare.errors import EngineError
+from flare.printable import printable
+
+START_LIMIT: Final = 20.0
+"""Seconds for the keeper to start the program; milliseconds unless the machine is drowning."""
+TERMINATE_LIMIT: Final = 10.0
+"""Seconds from SIGTERM to SIGKILL: by then no request runs, so a healthy engine needs one."""
+LAST_LINES: Final = 30
+"""How much of a dead engine's output is shown."""
+MAX_LINE: Final = 4096
+"""Bytes of one line that are kept; a LOG line is at most 16 KiB."""
+
+
+class EngineProcess:
+    """One engine process, its output and its end.
+
+    Args:
+        name: for messages, such as llama-server.
+        on_line: gets every line, safe for a terminal; returns whether it showed it to the person.
+    """
+
+    def __init__(self, name: str, on_line: Callable[[str], bool]) -> None:
+        self.name = name
+        self.pid = 0
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """The exit status, negative for a signal, when the program itself ended."""
+        self._on_line = on_line
+        self._hidden: deque[str] = deque(maxlen=LAST_LINES)
+        self._control: socket.socket | None = None
+        self._gone = asyncio.Event()
+        self._keeper: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the program.
+
+        Args:
+            argv: the program's absolute path and its arguments.
+            environment: its whole environment.
+
+        Raises:
+            EngineError: it cannot be started.
+        """
+        loop = asyncio.get_running_loop()
+        control, theirs = socket.socketpair()
+        control.setblocking(False)
+        self._control = control
+        with theirs:
+            try:
+                # Forked in the main thread: PR_SET_PDEATHSIG fires when the forking *thread* ends.
+                self._keeper = await asyncio.create_subprocess_exec(
+                    *keeper.command(theirs.fileno(), list(argv)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=dict(environment),
+                    pass_fds=[theirs.fileno()],
+                )
+            except OSError as problem:
+                raise EngineError(f"{self.name} cannot be started: {problem.strerror}.") from None
+        assert self._keeper.stdout is not None
+        started: asyncio.Future[int] = loop.create_future()
+        self._tasks = [
+            asyncio.create_task(self._watch(control, started)),
+            asyncio.create_task(self._read(self._keeper.stdout)),
+        ]
+        try:
+            self.pid = await asyncio.wait_for(started, START_LIMIT)
+        except TimeoutError:
+            await self.kill()
+            raise EngineError(f"{self.name} could not be started within {START_LIMIT:.0f} s.") from None
+
+    async def stop(self, seconds: float = TERMINATE_LIMIT) -> None:
+        """Send SIGTERM, then SIGKILL after `seconds`; return when nothing of it is left."""
+        self._order(keeper.TERMINATE)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._gone.wait(), seconds)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Kill the whole tree; return when nothing of it is left."""
+        self._order(keeper.KILL)
+        if self._keeper is not None:
+            await self._gone.wait()
+            await self._keeper.wait()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+            for task in self._tasks:
+                task.cancel()
+
+    def obituary(self) -> str:
+        """Return how it ended and its last words that nobody has seen yet."""
+        status = self.exited.result() if self.exited.done() else 0
+        if status < 0:
+            try:
+                how = f"was killed by {signal.Signals(-status).name}"
+            except ValueError:
+                how = f"was killed by signal {-status}"
+        else:
+            how = f"ended with status {status}"
+        words = "".join(f"\n  {line}" for line in self._hidden)
+        return f"{self.name} {how}.{' Its last words:' + words if words else ''}"
+
+    def _order(self, order: bytes) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(order)
+
+    async def _watch(self, control: socket.socket, started: asyncio.Future[int]) -> None:
+        """Follow what the keeper tells, to its end."""
+        loop = asyncio.get_running_loop()
+        text = b""
+        try:
+            while True:
+                try:
+                    piece = await loop.sock_recv(control, 4096)
+                except OSError:
+                    piece = b""
+                if not piece:
+                    return
+                *lines, text = (text + piece).split(b"\n")
+                for line in lines:
+                    self._heed(line.decode("utf-8", "replace"), started)
+        finally:
+            if not started.done():
+                started.set_exception(EngineError(f"{self.name} could not be started: its keeper ended."))
+            if not self.exited.done():
+                self.exited.set_result(-signal.SIGKILL)
+            self._gone.set()
+
+    def _heed(self, line: str, started: asyncio.Future[int]) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "started" and not started.done():
+            started.set_result(int(rest))
+        elif word == "failed" and not started.done():
+            started.set_exception(EngineError(f"{self.name} could not be started: {printable(rest)}."))
+        elif word == "exited" and not self.exited.done():
+            # Its last lines are in the pipe already; let them be read before anybody asks for them.
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.05, self._set_exited, int(rest))
+
+    def _set_exited(self, status: int) -> None:
+        if not self.exited.done():
+            self.exited.set_result(status)
+
+    async def _read(self, output: asyncio.StreamReader) -> None:
+        rest = b""
+        while piece := await output.read(65536):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                self._take(line)
+            if len(rest) > MAX_LINE:
+                self._take(rest)
+                rest = b""
+        if rest:
+            self._take(rest)
+
+    def _take(self, line: bytes) -> None:
+        text = printable(line[:MAX_LINE].decode("utf-8", "replace").rstrip())
+        if text and not self._on_line(text):
+            self._hidden.append(text)
+
+
+ENGINE_VARIABLES: Final = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "CUDA_VISIBLE_DEVICES", "FLARE_LAUNCH")
+ENGINE_PREFIXES: Final = ("LC_", "NVIDIA_")
+
+
+def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what an engine may see of this rank's environment: no tokens, no LD_*, nothing of Python's."""
+    allowed = {
+        name: value
+        for name, value in environment.items()
+        if name in ENGINE_VARIABLES or name.startswith(ENGINE_PREFIXES)
+    }
+    allowed.setdefault("PATH", "/usr/local/bin:/usr/bin:/bin")
+    return allowed
+
+
+def program_name(path: Path) -> str:
+    """Return a program's name for messages."""
+    return printable(path.name)

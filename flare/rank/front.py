@@ -1,0 +1,306 @@
+"""Rank zero's HTTP: an exact list of paths to the engine, a bounded queue, a drain, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import hmac
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from flare.errors import BusyError, ConfigError
+from flare.files import read_private
+from flare.rank.engines.base import EngineAdapter, EngineMetrics
+from flare.rank.metrics import PROMETHEUS_TYPE, MetricsDocument, prometheus
+from flare.rank.sockets import describe, is_loopback, show
+
+MAX_BODY: Final = 32 << 20
+"""Bytes of a request: a long context with a few pictures in it."""
+QUEUE_FACTOR: Final = 16
+"""Requests that may wait for each one that runs; beyond that a client does better to come back."""
+RETRY_AFTER: Final = "5"
+"""Seconds that a refused client is asked to wait."""
+METRICS_LIMIT: Final = 2.0
+"""Seconds for the engine's own metrics: the agent's sampler waits no longer for all of it."""
+METRICS_AGE: Final = 0.3
+"""Seconds that an engine's answer is good for, however many ask."""
+CONNECT_LIMIT: Final = 10.0
+"""Seconds to connect to the engine on the loopback address."""
+MAX_KEY_FILE: Final = 64 * 1024
+MAX_KEYS: Final = 1000
+
+_ASK_FOR_KEY: Final = {"WWW-Authenticate": "Bearer"}
+_PASSED_HEADERS: Final = ("Content-Type", "Cache-Control")
+
+
+class Front:
+    """The HTTP server of a group.
+
+    Args:
+        adapter: which paths the engine serves.
+        document: the metrics; its counters are kept here.
+        state: returns the phase.
+        keys: SHA-256 of each key that clients may show; empty for none needed.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        document: MetricsDocument,
+        state: Callable[[], str],
+        keys: frozenset[bytes],
+        clock: Callable[[], float],
+    ) -> None:
+        self._adapter = adapter
+        self._document = document
+        self._state = state
+        self._keys = keys
+        self._clock = clock
+        self._engine = ""
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(1)
+        self._slot_count = 1
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._last_metrics = EngineMetrics()
+        self._metrics_at = -1e9
+        self._scraping = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen, and answer /health with the state from now on; return the URL.
+
+        Raises:
+            BusyError: the port is taken.
+            ConfigError: the address is not this machine's.
+        """
+        application = web.Application(client_max_size=MAX_BODY)
+        application.router.add_get("/health", self._health)
+        application.router.add_get("/metrics", self._metrics)
+        application.router.add_route("*", "/{path:.*}", self._serve)
+        # A client that leaves cancels its handler, which ends the request in the engine too.
+        self._runner = web.AppRunner(
+            application, handler_cancellation=True, access_log=None, shutdown_timeout=0.5
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as problem:
+            await self._runner.cleanup()
+            self._runner = None
+            if problem.errno == errno.EADDRINUSE:
+                raise BusyError(
+                    f"Port {port} on {host} is taken by another program. Choose another --port."
+                ) from None
+            raise ConfigError(
+                f"The HTTP front cannot listen on {show((host, port))}: {describe(problem)}. "
+                "Choose another --host or --port."
+            ) from None
+        assert site._server is not None
+        actual = site._server.sockets[0].getsockname()  # type: ignore[attr-defined]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host  # noqa: S104
+        return f"http://{show((shown, actual[1]))}"
+
+    def open(self, engine_port: int, slots: int) -> None:
+        """Begin to pass requests on.
+
+        Args:
+            engine_port: the engine's, on the loopback address.
+            slots: requests that it runs at once.
+        """
+        self._engine = f"http://127.0.0.1:{engine_port}"
+        self._slots = asyncio.Semaphore(slots)
+        self._slot_count = slots
+        # No limit on the whole answer, and none between two tokens: the engine's end is noticed elsewhere.
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_LIMIT)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(
+            timeout=timeout, connector=connector, trust_env=False, auto_decompress=False, read_bufsize=1 << 16
+        )
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests, and return when the running ones are done (True) or `seconds` are over."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def busy(self) -> int:
+        """Requests that run or wait."""
+        counts = self._document.requests
+        return counts.active + counts.queued
+
+    async def close(self) -> None:
+        """Cut what still runs and stop listening."""
+        self._draining = True
+        if self._session is not None:
+            await self._session.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def engine_metrics(self) -> EngineMetrics:
+        """Return what the engine tells of itself, not older than METRICS_AGE; all None where it does not."""
+        if self._session is None:
+            return EngineMetrics()
+        async with self._scraping:
+            if self._clock() - self._metrics_at > METRICS_AGE:
+                self._metrics_at = self._clock()
+                try:
+                    async with asyncio.timeout(METRICS_LIMIT):
+                        async with self._session.get(self._engine + self._adapter.metrics_path) as response:
+                            text = await response.text()
+                    if response.status == 200:
+                        self._last_metrics = self._adapter.parse_metrics(text)
+                except (aiohttp.ClientError, OSError, RuntimeError, UnicodeDecodeError):
+                    pass  # the last ones are still the best that is known
+        return self._last_metrics
+
+    # -- handlers ------------------------------------------------------------------------------------
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        state = "draining" if self._draining else self._state()
+        return web.json_response({"status": state}, status=200 if state == "serving" else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        document = self._document.build(await self.engine_metrics())
+        if request.query.get("format") == "json":
+            return web.json_response(document)
+        return web.Response(body=prometheus(document).encode(), headers={"Content-Type": PROMETHEUS_TYPE})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        if request.path not in self._adapter.http_paths:
+            known = ", ".join(sorted(self._adapter.http_paths))
+            return _error(
+                404, "not_found", f"There is no such path here. Served: {known}, /health, /metrics."
+            )
+        method = "GET" if request.path == "/v1/models" else "POST"
+        if request.method != method:
+            return _error(405, "method_not_allowed", f"{request.path} takes {method}.", Allow=method)
+        if not self._allowed(request):
+            return _error(
+                401, "invalid_api_key", "The API key is missing or wrong.", **{"WWW-Authenticate": "Bearer"}
+            )
+        if self._draining:
+            return _error(503, "draining", "The group is stopping.", **{"Retry-After": RETRY_AFTER})
+        if self._session is None:
+            return _error(503, "loading", f"The group is {self._state()}.", **{"Retry-After": RETRY_AFTER})
+        if method == "GET":
+            return await self._pass_on(request, b"")
+        if request.content_type != "application/json":
+            # A page of another site can make a browser send anything but this without asking first.
+            return _error(415, "unsupported_media_type", "Send the request as application/json.")
+        return await self._queue(request)
+
+    def _allowed(self, request: web.Request) -> bool:
+        """Compare the bearer key with every known one, in the same time whichever fits."""
+        if not self._keys:
+            return True
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        fits = [hmac.compare_digest(digest, known) for known in self._keys]
+        return scheme.lower() == "bearer" and any(fits)
+
+    async def _queue(self, request: web.Request) -> web.StreamResponse:
+        counts = self._document.requests
+        if counts.queued >= self._slot_count * QUEUE_FACTOR:
+            return _error(
+                429, "queue_full", "Too many requests wait already.", **{"Retry-After": RETRY_AFTER}
+            )
+        counts.queued += 1
+        self._idle.clear()
+        queued = True
+        try:
+            body = await request.read()
+            async with self._slots:
+                counts.queued -= 1
+                queued = False
+                counts.active += 1
+                try:
+                    response = await self._pass_on(request, body)
+                except BaseException:
+                    counts.failed_total += 1
+                    raise
+                finally:
+                    counts.active -= 1
+                if response.status < 500:
+                    counts.completed_total += 1
+                else:
+                    counts.failed_total += 1
+                return response
+        finally:
+            counts.queued -= queued
+            if self.busy == 0:
+                self._idle.set()
+
+    async def _pass_on(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        assert self._session is not None
+        headers = {"Content-Type": "application/json", "Accept": request.headers.get("Accept", "*/*")}
+        try:
+            async with self._session.request(
+                request.method, self._engine + request.path, data=body or None, headers=headers
+            ) as upstream:
+                response = web.StreamResponse(status=upstream.status)
+                for name in _PASSED_HEADERS:
+                    if name in upstream.headers:
+                        response.headers[name] = upstream.headers[name]
+                if upstream.content_length is not None:
+                    response.content_length = upstream.content_length
+                await response.prepare(request)
+                async for piece in upstream.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+                return response
+        except aiohttp.ClientConnectorError:
+            return _error(502, "engine_gone", "The engine does not answer; the group is ending.")
+        except (aiohttp.ClientError, ConnectionError) as problem:
+            if request.transport is None or request.transport.is_closing():
+                raise  # the client is gone; nobody is there to be told
+            # The answer has begun: cutting the connection is the only way left to say that it is not whole.
+            request.transport.close()
+            raise web.HTTPBadGateway(reason="the engine ended the answer") from problem
+
+
+def _error(status: int, code: str, message: str, **headers: str) -> web.Response:
+    body = json.dumps({"error": {"message": message, "type": code, "code": status}})
+    return web.Response(status=status, text=body, content_type="application/json", headers=headers)
+
+
+def read_keys(path: str | None) -> frozenset[bytes]:
+    """Return the SHA-256 of every key in a file, one a line; lines that begin with # are remarks.
+
+    Raises:
+        ConfigError: the file holds no key, or too many.
+        IdentityError, NotFoundError: others can read it, or it is not there.
+    """
+    if path is None:
+        return frozenset()
+    text = read_private(Path(path), MAX_KEY_FILE, "The API key file").decode("utf-8", "surrogateescape")
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not 1 <= len(keys) <= MAX_KEYS:
+        raise ConfigError(
+            f"The API key file {path} holds {len(keys)} keys; it needs 1 to {MAX_KEYS}, one a line."
+        )
+    return frozenset(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys)
+
+
+def exposure_warning(host: str, keys: frozenset[bytes]) -> str | None:
+    """Return what the operator should know when anybody can reach the front without a key."""
+    if keys or is_loopback(host):
+        return None
+    who = "every machine that reaches this one" if host in ("0.0.0.0", "::") else f"whoever reaches {host}"  # noqa: S104
+    return (
+        f"The HTTP front listens on {host} without a key: {who} can use the model. "
+        "Give --api-key-file, or --host 127.0.0.1."
+    )

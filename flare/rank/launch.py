@@ -1,0 +1,305 @@
+"""What `flare run` was asked to do, checked, and the small things that both kinds of rank need."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from flare.cores.index import CoreIndex
+from flare.cores.primary import AcceptedPublishers, Primary
+from flare.cores.verify import verify_core
+from flare.engine_install import EngineInstall
+from flare.errors import EngineError, FlareError, IntegrityError
+from flare.paths import Paths
+from flare.rank.engines.base import EngineAdapter
+from flare.rank.engines.llama_cpp import LlamaCpp
+from flare.rank.model_cache import stamps, verified_before
+from flare.rank.proof import INSECURE_KEY, Purpose
+from flare.rank.sockets import PROOF_LIMIT, prove_blocking, set_up
+from flare.serving_options import ServingOptions
+from flare.settings import Settings
+from flare_workers.ranges import Ranges
+
+SECOND_SIGNAL_AFTER: Final = 2.0
+"""Seconds: the first SIGTERM can come twice, from systemd and from the agent."""
+VERIFY_LINE_EVERY: Final = 10.0
+"""Seconds between two lines about a long verification."""
+HELP_LIMIT: Final = 20.0
+"""Seconds for an engine to print its help."""
+
+ADAPTERS: Final[dict[str, Callable[[], EngineAdapter]]] = {"llama.cpp": LlamaCpp}
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """One `flare run`.
+
+    Args:
+        core: the primary's path; None for a peer.
+        rank: this rank; 0 also for a rank that is alone.
+        ranks: what the starter said; None where it did not.
+        rendezvous: (host, port) that rank zero binds or a peer goes to; None for a rank that is alone.
+        options: the serving options.
+        cache: root of the model cache.
+        key: the launch key; None where there is none.
+        insecure: other machines may join without a key.
+        expect_index: SHA-256 of the index that the starter means; None where it did not say.
+        accepted: publishers that are trusted.
+        allow_code: also load cores that hold code.
+        streams: parallel connections for one file.
+        settings, paths, environment: of this process.
+    """
+
+    core: Path | None
+    rank: int
+    ranks: int | None
+    rendezvous: tuple[str, int] | None
+    options: ServingOptions
+    cache: Path
+    key: bytes | None = field(repr=False)
+    insecure: bool
+    expect_index: bytes | None
+    accepted: AcceptedPublishers
+    allow_code: bool
+    streams: int
+    settings: Settings
+    paths: Paths
+    environment: Mapping[str, str] = field(repr=False)
+
+    @property
+    def proof_key(self) -> bytes:
+        """The key of every proof; a well-known one where the operator gave none."""
+        return INSECURE_KEY if self.key is None else self.key
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The publishers that this rank trusts.
+
+    Args:
+        fingerprints: hex.
+    """
+
+    fingerprints: frozenset[str]
+
+    def accepts(self, fingerprint: str) -> bool:
+        """Tell whether the publisher with this fingerprint is among them."""
+        return fingerprint in self.fingerprints
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C: the first asks for a drain, one at least two seconds later for an end at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.requested = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self.name = ""
+        self._clock = clock
+        self._first = 0.0
+
+    def install(self) -> None:
+        """Take the signals over from now on."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self.take, number)
+
+    def take(self, number: int) -> None:
+        """Take one signal."""
+        if not self.requested.is_set():
+            self.name = signal.Signals(number).name
+            self._first = self._clock()
+            self.requested.set()
+        elif self._clock() - self._first >= SECOND_SIGNAL_AFTER:
+            self.hurry.set()
+
+
+def adapter_for(engine: str) -> EngineAdapter:
+    """Return the adapter of a core's engine.
+
+    Raises:
+        EngineError: this version of flare has none.
+    """
+    if engine not in ADAPTERS:
+        raise EngineError(
+            f"The engine {engine} is not supported on this node: this version of flare runs "
+            f"{', '.join(ADAPTERS)}. Choose another core, or export it for one of these engines."
+        )
+    return ADAPTERS[engine]()
+
+
+async def engine_help(install: EngineInstall, environment: Mapping[str, str]) -> str:
+    """Return what the engine's server prints for --help; empty where it prints nothing in time.
+
+    Raises:
+        EngineError: it cannot be started at all.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(install.server),
+            "--help",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=install.environment(environment),
+        )
+    except OSError as problem:
+        raise EngineError(f"{install.server} cannot be started: {problem.strerror}.") from None
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), HELP_LIMIT)
+    except TimeoutError:
+        output = b""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return output.decode("utf-8", "replace")
+
+
+async def verify_stored(
+    primary: Primary, rank: int, *, always: bool, remark: Callable[[str], None]
+) -> tuple[str, dict[Path, object]]:
+    """Digest what `rank` reads, unless a marker says that it was done.
+
+    Args:
+        primary: of the stored core.
+        rank: whose bytes.
+        always: --verify-weights.
+        remark: prints one line; a long verification says how far it is.
+
+    Returns:
+        A clause that says what was done, and what the files look like now.
+
+    Raises:
+        IntegrityError: a block is not the signed one.
+    """
+    wanted = primary.index.wanted(rank)
+    before = await asyncio.to_thread(stamps, primary, wanted)
+    if not always and await asyncio.to_thread(verified_before, primary, wanted):
+        return "the stored data was verified before", dict(before)
+    verdict = await _verify(primary, wanted, remark)
+    after = await asyncio.to_thread(stamps, primary, wanted)
+    if after != before:
+        raise IntegrityError(f"The core {primary.path} changed while it was being verified. Try again.")
+    return verdict, dict(after)
+
+
+class _AbandonedError(Exception):
+    """Ends a verification whose rank has ended."""
+
+
+async def _verify(primary: Primary, wanted: Mapping[int, Ranges], remark: Callable[[str], None]) -> str:
+    loop = asyncio.get_running_loop()
+    abandoned = threading.Event()
+
+    def stage(_label: str, total: int) -> Callable[[int], None]:
+        done, told = 0, time.monotonic()
+
+        def advance(count: int) -> None:
+            nonlocal done, told
+            if abandoned.is_set():
+                raise _AbandonedError
+            done += count
+            if time.monotonic() - told > VERIFY_LINE_EVERY:
+                told = time.monotonic()
+                text = f"verified {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+                loop.call_soon_threadsafe(remark, text)
+
+        return advance
+
+    work = asyncio.create_task(
+        asyncio.to_thread(verify_core, primary, ranges=wanted, progress=stage), name="verify"
+    )
+    try:
+        report = await asyncio.shield(work)
+    except asyncio.CancelledError:
+        abandoned.set()
+        await asyncio.gather(work, return_exceptions=True)
+        raise
+    if report.bytes == 0:
+        return "this rank reads no stored bytes"
+    return f"{report.blocks} blocks ({report.bytes / 1e6:.1f} MB) are what the publisher signed"
+
+
+def check_unchanged(primary: Primary, rank: int, before: Mapping[Path, object]) -> None:
+    """Refuse to serve from files that were exchanged between their verification and their loading.
+
+    Raises:
+        IntegrityError: one was.
+    """
+    for path, stamp in stamps(primary, primary.index.wanted(rank)).items():
+        if before.get(path) != stamp:
+            raise IntegrityError(f"{path} changed while the engine loaded it. Verify the core, then retry.")
+
+
+def connector(host: str, port: int, purpose: Purpose, rank: int, key: bytes) -> Callable[[], socket.socket]:
+    """Return what opens one proven, blocking connection to rank zero."""
+
+    def connect() -> socket.socket:
+        connection = socket.create_connection((host, port), PROOF_LIMIT)
+        try:
+            set_up(connection)
+            prove_blocking(connection, purpose, rank, key)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    return connect
+
+
+def free_port() -> int:
+    """Return a loopback TCP port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def default_threads() -> int:
+    """Return how many CPUs this process may use."""
+    with contextlib.suppress(AttributeError):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_index(index: CoreIndex, request: RunRequest) -> None:
+    """Hold the core against what the starter said of it.
+
+    Raises:
+        FlareError: it is another core, has another number of ranks, or brings code along.
+    """
+    if request.expect_index is not None and index.index_sha256 != request.expect_index:
+        raise IntegrityError(
+            f"The core {index.model} here is not the one that was launched. Transfer it again."
+        )
+    index.refuse_code(request.allow_code)
+
+
+async def first_of(*waiting: asyncio.Future[Any]) -> None:
+    """Return when one of these is done."""
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+
+
+class Failure:
+    """The first thing that went wrong, from wherever it came."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[FlareError] = asyncio.get_running_loop().create_future()
+
+    def report(self, problem: FlareError) -> None:
+        """Keep `problem` if it is the first one."""
+        if not self.future.done():
+            self.future.set_result(problem)
+
+    def report_from_thread(self, loop: asyncio.AbstractEventLoop, problem: FlareError) -> None:
+        """The same, for other threads."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the rank with it
+            loop.call_soon_threadsafe(self.report, problem)

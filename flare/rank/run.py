@@ -1,0 +1,44 @@
+"""The start of a rank: one event loop, the signals, and whichever kind of rank was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from flare.errors import FlareError
+from flare.files import describe_os_error
+from flare.rank.launch import RunRequest, StopSignals
+from flare.rank.lifecycle import Lifecycle
+from flare.rank.peer import PeerRank
+from flare.rank.zero import ZeroRank
+
+
+def serve(request: RunRequest, say: Callable[[str], None], status: int | None) -> int:
+    """Run one rank to its end and return the exit status.
+
+    Args:
+        request: what was asked for.
+        say: prints one line.
+        status: descriptor of the agent's pipe, or None.
+
+    Raises:
+        FlareError: why it failed; nothing of it is left.
+    """
+    if status is not None:
+        os.set_inheritable(status, False)  # the engine must not hold the agent's pipe open
+    return asyncio.run(_serve(request, Lifecycle(say, status)))
+
+
+async def _serve(request: RunRequest, lifecycle: Lifecycle) -> int:
+    signals = StopSignals()
+    signals.install()
+    rank: ZeroRank | PeerRank = (
+        ZeroRank(request, lifecycle, signals) if request.rank == 0 else PeerRank(request, lifecycle, signals)
+    )
+    try:
+        return await rank.run()
+    except FlareError:
+        raise
+    except OSError as problem:
+        raise describe_os_error(problem, "The rank failed at") from problem

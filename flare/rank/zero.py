@@ -1,0 +1,455 @@
+"""Rank zero, or a rank that is alone: brings the group up, stands in front of it, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import aiohttp
+
+from flare.cores.primary import Primary, check_trust, load_primary
+from flare.engine_install import EngineInstall, find_engine
+from flare.errors import CoreError, EngineError, FlareError, RankError, RemoteProtocolError, UsageError
+from flare.rank.bootstrap import Offer, send_metadata
+from flare.rank.capacity import Agreement, agree, device_capacity
+from flare.rank.engine_process import EngineProcess, engine_environment, program_name
+from flare.rank.engines.base import EngineAdapter, RankContext
+from flare.rank.front import Front, exposure_warning, read_keys
+from flare.rank.launch import (
+    Failure,
+    RunRequest,
+    StopSignals,
+    adapter_for,
+    check_index,
+    check_unchanged,
+    default_threads,
+    engine_help,
+    first_of,
+    free_port,
+    verify_stored,
+)
+from flare.rank.lifecycle import Lifecycle, Phase
+from flare.rank.metrics import MetricsDocument, Serving
+from flare.rank.model_cache import FolderLock
+from flare.rank.proof import Purpose
+from flare.rank.ranges import RangeServer
+from flare.rank.rendezvous import Member, Rendezvous
+from flare.rank.sockets import show
+from flare.rank.tunnel import TunnelHead
+
+SILENCE_LIMIT: Final = 1800.0
+"""Seconds without a word of a peer that receives or verifies: a slow disk may digest for long."""
+LISTEN_LIMIT: Final = 120.0
+"""Seconds for a peer's engine to start and listen."""
+LOADING_LIMIT: Final = 3600.0
+"""Seconds for the engine to become ready: 200 GB from a slow disk take half of that."""
+HEALTH_INTERVAL: Final = 0.1
+FAREWELL_LIMIT: Final = 5.0
+"""Seconds for the peers to end after they were told."""
+CAUSE_LIMIT: Final = 0.7
+"""Seconds after the engine's death in which a peer's failure, which is then the cause, may still come."""
+QUIET_LIMIT: Final = 2.0
+"""Seconds for the engine to finish what the front no longer sees, before SIGTERM."""
+
+
+class ZeroRank:
+    """One run of rank zero.
+
+    Args:
+        request: what was asked for; its core is set.
+        lifecycle: tells the phases.
+        signals: SIGTERM and Ctrl-C.
+    """
+
+    def __init__(self, request: RunRequest, lifecycle: Lifecycle, signals: StopSignals) -> None:
+        self._request = request
+        self._lifecycle = lifecycle
+        self._signals = signals
+        self._failure = Failure()
+        self._drain_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._rendezvous: Rendezvous | None = None
+        self._ranges: RangeServer | None = None
+        self._tunnels: dict[int, TunnelHead] = {}
+        self._front: Front | None = None
+        self._engine: EngineProcess | None = None
+        self._lock: FolderLock | None = None
+        self._listeners: list[asyncio.Task[None]] = []
+        self._holdings: dict[int, list[str]] = {}
+        self._url = ""
+
+    async def run(self) -> int:
+        """Serve until a signal or a failure ends it; return the exit status.
+
+        Raises:
+            FlareError: why the group failed; everything of it has ended.
+        """
+        try:
+            return await self._run()
+        except FlareError as problem:
+            await self._end(failed=problem)
+            if not self._lifecycle.ended:
+                self._lifecycle.enter(Phase.FAILED, problem.message)
+            raise
+        except BaseException:
+            await self._end(failed=RankError("Rank zero was interrupted."))
+            raise
+
+    async def _run(self) -> int:
+        bring_up = asyncio.create_task(self._bring_up())
+        if not await self._until(bring_up):
+            bring_up.cancel()
+            await asyncio.gather(bring_up, return_exceptions=True)
+            self._lifecycle.enter(Phase.DRAINING, f"{self._why_stopping()} before the group served")
+            await self._end(failed=None)
+            self._lifecycle.enter(Phase.STOPPED, "nothing was running yet")
+            return 0
+        await bring_up
+        forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._until(forever)
+        return await self._drain()
+
+    async def _until(self, work: asyncio.Future[None]) -> bool:
+        """Wait for `work`; return False when the group shall stop first.
+
+        Raises:
+            FlareError: something failed first.
+        """
+        requested = asyncio.create_task(self._signals.requested.wait())
+        try:
+            await first_of(work, requested, self._failure.future, self._drain_asked)
+        finally:
+            requested.cancel()
+        if self._failure.future.done():
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            raise self._failure.future.result()
+        return work.done()
+
+    def _why_stopping(self) -> str:
+        return self._drain_asked.result() if self._drain_asked.done() else f"{self._signals.name} came"
+
+    # -- bringing it up ------------------------------------------------------------------------------
+
+    async def _bring_up(self) -> None:
+        request, lifecycle = self._request, self._lifecycle
+        assert request.core is not None, "rank zero has a core"
+        lifecycle.enter(Phase.RESOLVING, f"the core {request.core}")
+        primary = await asyncio.to_thread(load_primary, request.core)
+        adapter, install = self._check(primary)
+        index = primary.index
+        self._lock = FolderLock(primary.root)
+        document = MetricsDocument(
+            Serving(request.options.served_name or index.model),
+            state=lambda: str(lifecycle.phase),
+            uptime=lambda: lifecycle.uptime,
+        )
+        keys = read_keys(request.options.api_key_file)
+        self._front = Front(adapter, document, lambda: str(lifecycle.phase), keys, time.monotonic)
+        self._url = await self._front.start(request.options.http_host, request.options.http_port)
+        warning = exposure_warning(request.options.http_host, keys)
+        if warning:
+            lifecycle.remark(f"warning: {warning}")
+        grouped = request.rendezvous is not None and index.ranks > 1
+        if grouped:
+            await self._meet(primary, install)
+        verifying = asyncio.create_task(
+            verify_stored(primary, 0, always=request.options.verify_weights, remark=lifecycle.remark)
+        )
+        try:
+            if grouped:
+                lifecycle.enter(Phase.RECEIVING, "the peers take what they need")
+                capacities = await self._gather(lambda member: self._supply(member, primary))
+            else:
+                capacities = {}
+            lifecycle.enter(Phase.VERIFYING, f"the core {index.model}")
+            verdict, before = await verifying
+        finally:
+            verifying.cancel()
+        lifecycle.enter(Phase.AGREEING, verdict)
+        capacities[0] = device_capacity(
+            index, 0, request.options.memory_limit, environment=request.environment
+        )
+        agreement = agree(
+            capacities.items(),
+            adapter.needs(primary),
+            context_length=request.options.context_length,
+            max_concurrency=request.options.max_concurrency,
+        )
+        document.serving = Serving(document.serving.model, agreement.tokens, index.decode_weight_bytes)
+        await self._load(primary, adapter, install, agreement, document.serving.model)
+        check_unchanged(primary, 0, before)
+        await self._announce(agreement)
+
+    def _check(self, primary: Primary) -> tuple[EngineAdapter, EngineInstall]:
+        """Refuse what cannot work before a byte is transferred."""
+        request, index = self._request, primary.index
+        check_index(index, request)
+        check_trust(primary, request.accepted)
+        if request.rendezvous is None and index.layout == "multi_host" and index.ranks > 1:
+            raise UsageError(
+                f"The core {index.model} is made for {index.ranks} ranks. Start rank zero with "
+                "--rank 0 --rendezvous ADDRESS:PORT and a peer for each other rank, or use `flare orbit run`."
+            )
+        if request.ranks is not None and request.rendezvous is not None and request.ranks != index.ranks:
+            raise CoreError(
+                f"The core {index.model} has {index.ranks} ranks; this launch has {request.ranks}."
+            )
+        adapter = adapter_for(index.engine)
+        adapter.check(primary)
+        return adapter, find_engine(index.engine, request.settings, request.paths, request.environment)
+
+    async def _meet(self, primary: Primary, install: EngineInstall) -> None:
+        request, index = self._request, primary.index
+        assert request.rendezvous is not None
+        self._ranges = RangeServer(primary, self._remark_from_thread())
+        self._tunnels = {rank: TunnelHead(rank) for rank in range(1, index.ranks)}
+        self._rendezvous = Rendezvous(
+            ranks=index.ranks,
+            key=request.proof_key,
+            index_sha256=primary.index_sha256,
+            remark=self._lifecycle.remark,
+            on_connection=self._take_connection,
+            on_lost=lambda _member, problem: self._failure.report(problem),
+            welcome={**Offer.from_primary(primary).to_message(), "engine_version": install.version},
+        )
+        host, port = self._rendezvous.listen(
+            *request.rendezvous, keyed=request.key is not None, insecure=request.insecure
+        )
+        self._lifecycle.enter(
+            Phase.RENDEZVOUS, f"waiting for {index.ranks - 1} peer(s) at {show((host, port))}"
+        )
+        await self._rendezvous.meet()
+
+    def _take_connection(self, purpose: Purpose, rank: int, connection: socket.socket) -> None:
+        if purpose is Purpose.RANGES and self._ranges is not None:
+            self._ranges.serve(rank, connection)
+        elif purpose is Purpose.ENGINE and rank in self._tunnels:
+            self._tunnels[rank].offer(connection)
+        else:
+            connection.close()
+
+    def _remark_from_thread(self) -> Callable[[str], None]:
+        loop = asyncio.get_running_loop()
+
+        def remark(text: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._lifecycle.remark, text)
+
+        return remark
+
+    async def _gather(self, step: Callable[[Member], Awaitable[int]]) -> dict[int, int]:
+        """Take one step with every member at the same time."""
+        assert self._rendezvous is not None
+        members = self._rendezvous.members
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {rank: group.create_task(_awaited(step(member))) for rank, member in members.items()}
+        except ExceptionGroup as problems:
+            raise problems.exceptions[0] from None
+        return {rank: task.result() for rank, task in tasks.items()}
+
+    async def _supply(self, member: Member, primary: Primary) -> int:
+        """Give one peer what it asks for, until it is ready; return its capacity in bytes."""
+        while True:
+            message = await member.next_message(SILENCE_LIMIT, "its bytes to be there and verified")
+            match message["type"]:
+                case "want":
+                    await send_metadata(member.link, primary)
+                case "progress":
+                    continue
+                case "ready":
+                    capacity = message.get("capacity")
+                    if not isinstance(capacity, int) or isinstance(capacity, bool):
+                        raise RemoteProtocolError(f"Rank {member.rank} did not say what it can hold.")
+                    return capacity
+                case "leave":
+                    raise RankError(f"Rank {member.rank} ({member.host}) was stopped on its node.")
+                case _:
+                    raise RemoteProtocolError(f"Rank {member.rank} sent an unknown message.")
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    async def _load(
+        self,
+        primary: Primary,
+        adapter: EngineAdapter,
+        install: EngineInstall,
+        agreement: Agreement,
+        served_name: str,
+    ) -> None:
+        request = self._request
+        self._lifecycle.enter(
+            Phase.LOADING,
+            f"{agreement.slots} request(s) of {agreement.context_length} tokens; "
+            f"{install.name} {install.version}",
+        )
+        if self._rendezvous is not None:
+            await self._rendezvous.tell(
+                {"type": "agreed", "context_length": agreement.context_length, "slots": agreement.slots}
+            )
+            await self._gather(_listening)
+            for tunnel in self._tunnels.values():
+                tunnel.start()
+        environment = engine_environment(request.environment)
+        context = RankContext(
+            primary=primary,
+            rank=0,
+            ranks=primary.index.ranks,
+            install=install,
+            options=request.options,
+            agreement=agreement,
+            port=free_port(),
+            served_name=served_name,
+            threads=default_threads(),
+            peers=tuple(self._tunnels[rank].port for rank in sorted(self._tunnels)),
+            help_text=await engine_help(install, environment),
+        )
+        engine = EngineProcess(program_name(install.server), self._show(adapter))
+        self._engine = engine
+        await engine.start(adapter.command(context), adapter.environment(context, environment))
+        self._listeners.append(asyncio.create_task(self._watch_engine(engine)))
+        await self._wait_until_ready(f"http://127.0.0.1:{context.port}{adapter.health_path}")
+        assert self._front is not None
+        self._front.open(context.port, agreement.slots)
+
+    def _show(self, adapter: EngineAdapter) -> Callable[[str], bool]:
+        """Return what takes the engine's lines: shows some, and notes what each rank holds."""
+        ranks = {tunnel.port: rank for rank, tunnel in self._tunnels.items()}
+
+        def take(line: str) -> bool:
+            holding = adapter.holding(line)
+            if holding is not None and (holding[0] is None or holding[0] in ranks):
+                rank = 0 if holding[0] is None else ranks[holding[0]]
+                self._holdings.setdefault(rank, []).append(holding[1])
+            shown = adapter.shows(line)
+            if shown:
+                self._lifecycle.remark(f"engine: {line}")
+            return shown
+
+        return take
+
+    async def _watch_engine(self, engine: EngineProcess) -> None:
+        await asyncio.shield(engine.exited)
+        # An engine dies when a peer does; then that peer is the cause, and its own words come in a moment.
+        await asyncio.sleep(CAUSE_LIMIT)
+        self._failure.report(EngineError(f"The engine of rank 0 is gone: {engine.obituary()}"))
+
+    async def _wait_until_ready(self, url: str) -> None:
+        timeout = aiohttp.ClientTimeout(total=5.0)
+        limit = time.monotonic() + LOADING_LIMIT
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            while time.monotonic() < limit:
+                with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                    async with session.get(url) as response:
+                        if response.status == 200:
+                            return
+                await asyncio.sleep(HEALTH_INTERVAL)
+        raise EngineError(f"The engine was not ready after {LOADING_LIMIT / 60:.0f} minutes.")
+
+    async def _announce(self, agreement: Agreement) -> None:
+        """Say that the group serves, here and on every peer, with what each rank holds."""
+        if self._rendezvous is not None:
+            for rank, member in self._rendezvous.members.items():
+                holds = ", ".join(self._holdings.get(rank, [])) or "nothing that the engine tells of"
+                self._lifecycle.remark(f"rank {rank} ({member.host}) holds {holds}")
+                await member.link.send({"type": "serving", "holds": holds})
+                self._listeners.append(asyncio.create_task(self._listen_to(member)))
+        own = ", ".join(self._holdings.get(0, [])) or "the whole model"
+        self._lifecycle.remark(f"rank 0 holds {own}")
+        self._lifecycle.enter(
+            Phase.SERVING,
+            f"{self._url} answers; up to {agreement.slots} request(s) at once",
+            url=self._url,
+        )
+
+    async def _listen_to(self, member: Member) -> None:
+        """Heed what a peer says while the group serves."""
+        try:
+            while True:
+                message = await member.messages.get()
+                if message["type"] == "leave" and not self._drain_asked.done():
+                    self._drain_asked.set_result(f"rank {member.rank} ({member.host}) was asked to stop")
+        except FlareError as problem:
+            self._failure.report(problem)
+
+    # -- ending it -----------------------------------------------------------------------------------
+
+    async def _drain(self) -> int:
+        """Finish what runs, then end everything; return the exit status."""
+        assert self._front is not None
+        running = self._front.busy
+        seconds = self._request.options.drain_seconds
+        what = f"{running} request(s) have up to {seconds:g} s" if running else "no request runs"
+        self._lifecycle.enter(Phase.DRAINING, f"{self._why_stopping()}; {what}")
+        if self._rendezvous is not None:
+            await self._rendezvous.tell({"type": "draining"})
+        draining = asyncio.create_task(self._front.drain(seconds))
+        hurry = asyncio.create_task(self._signals.hurry.wait())
+        await first_of(draining, hurry, self._failure.future)
+        hurried = hurry.done()
+        drained = draining.done() and draining.result()
+        for task in (draining, hurry):
+            task.cancel()
+        if self._failure.future.done() and not drained:
+            raise self._failure.future.result()
+        cut = self._front.busy
+        if drained:
+            await self._wait_until_quiet()
+        await self._end(failed=None, now=not drained)
+        if cut:
+            why = "stopped at once" if hurried else f"{seconds:g} s were over"
+            self._lifecycle.enter(Phase.STOPPED, f"{cut} request(s) were cut: {why}")
+            return 1
+        self._lifecycle.enter(Phase.STOPPED, "every request was finished")
+        return 0
+
+    async def _wait_until_quiet(self) -> None:
+        """Wait until the engine works on nothing: its SIGTERM does not drain, and can make it hang."""
+        assert self._front is not None
+        limit = time.monotonic() + QUIET_LIMIT
+        while time.monotonic() < limit:
+            if not (await self._front.engine_metrics()).processing:
+                return
+            await asyncio.sleep(0.3)
+
+    async def _end(self, *, failed: FlareError | None, now: bool = False) -> None:
+        """End the engine, then the peers, then every connection; nothing of the group is left here."""
+        for task in self._listeners:
+            task.cancel()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await (engine.kill() if failed is not None or now else engine.stop())
+        if self._rendezvous is not None:
+            message: dict[str, Any] = {"type": "stop", "failed": failed is not None}
+            if failed is not None:
+                message["message"] = failed.message[:2000]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_LIMIT):
+                    await self._rendezvous.tell(message)
+                    await self._rendezvous.all_gone()
+        for tunnel in self._tunnels.values():
+            tunnel.close()
+        if self._ranges is not None:
+            self._ranges.close()
+        if self._rendezvous is not None:
+            await self._rendezvous.close()
+            self._rendezvous = None
+        if self._front is not None:
+            await self._front.close()
+            self._front = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+async def _awaited(step: Awaitable[int]) -> int:
+    return await step
+
+
+async def _listening(member: Member) -> int:
+    await member.expect("listening", LISTEN_LIMIT, "its engine to listen")
+    return 0
