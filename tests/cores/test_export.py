@@ -159,7 +159,7 @@ def test_an_output_that_is_there_is_not_touched(tmp_path: Path) -> None:
     assert contents(tmp_path / "core") == before
     verify_core(path)
     (tmp_path / "file").write_bytes(b"mine")
-    with pytest.raises(StorageError, match="file is a file. Choose another"):
+    with pytest.raises(StorageError, match=r"file is a file\. Choose another"):
         make(source, tmp_path / "file")
     with pytest.raises(StorageError, match="Cannot make the folder"):
         make(source, tmp_path / "file" / "below")
@@ -235,6 +235,19 @@ def test_a_primary_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> Non
     with pytest.raises(FileExistsError):
         export._appear(tmp_path / "staged", tmp_path / "taken")
     assert (tmp_path / "taken").read_bytes() == b"mine"
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for name in ("first", "second"):
+        (tmp_path / name).write_bytes(name.encode())
+    export._appear(tmp_path / "first", tmp_path / "primary")
+    with pytest.raises(FileExistsError):
+        export._appear(tmp_path / "second", tmp_path / "primary")
+    assert (tmp_path / "primary").read_bytes() == b"first"
 
 
 SCRIPT = """

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from flare.cores import isolated, primary
+from flare.cores.export import encode_primary
 from flare.cores.primary import check_trust, load_primary, load_primary_isolated, primary_from_parts
+from flare.cores.safetensors import Tensor
 from flare.errors import CoreError, FlareError, IntegrityError, NotFoundError, TrustError
 from flare.identity import Identity
 from flare.trust.publishers import PublisherProfile, TrustStore
@@ -21,6 +23,7 @@ from tests.cores.making import (
     PUBLISHER,
     digest_table,
     header_bytes,
+    members,
     pattern,
     write_core,
     write_packed_core,
@@ -225,6 +228,13 @@ def test_packed_data_must_be_what_the_index_covers(tmp_path: Path) -> None:
 
     with pytest.raises(CoreError, match="has 1000 bytes of packed data, but its index covers 999"):
         load_primary(signed(write_packed_core(tmp_path, pattern(1000)), claim))
+
+
+def test_only_a_packed_core_holds_tensors(tmp_path: Path) -> None:
+    files = {"model/a": b"data"}
+    content = encode_primary(members(files), digest_table(files), PUBLISHER, [Tensor("x", "U8", (0,), 0, 0)])
+    with pytest.raises(CoreError, match="a packed core holds its model's tensors behind the digest table"):
+        load_primary(content)
 
 
 def test_a_companion_may_not_have_the_primarys_name(tmp_path: Path) -> None:
