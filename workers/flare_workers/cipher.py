@@ -7,13 +7,11 @@ The nonce is four zero bytes and the counter as u64 little-endian; there is no a
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-if TYPE_CHECKING:
-    from collections.abc import Buffer  # type: ignore[attr-defined, unused-ignore]
+Buffer = bytes | bytearray | memoryview
 
 KEY_SIZE = 32
 TAG_SIZE = 16

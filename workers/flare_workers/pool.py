@@ -1,0 +1,303 @@
+"""The main process's side of the workers: hands jobs over, waits without working, collects results.
+
+Everything here is asyncio and costs the main process next to nothing while bytes move: a job is one message
+out, one message back, and four looks a second at a shared word when somebody wants to see progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from flare_workers import handover
+from flare_workers.crew import Crew, Worker, WorkerReport
+from flare_workers.jobs import (
+    CANCELLED,
+    WORKER_DIED,
+    Channel,
+    Hash,
+    Job,
+    Receive,
+    Relay,
+    Result,
+    Send,
+    WorkerError,
+)
+from flare_workers.spawner import SpawnerHandle
+
+IDLE_LIMIT = 30.0  # seconds; the files of one core follow each other faster than this
+PROGRESS_INTERVAL = 0.25  # seconds; the protocol reports at most four times a second
+# Seconds that a cancelled job may take to leave its file alone before its worker is killed. A worker looks at
+# least every second, except while a disk holds it.
+CANCEL_GRACE = 5.0
+
+Progress = Callable[[int], None]
+Counters = tuple[int, int]
+_DESCRIPTORS: dict[type, tuple[int, int]] = {Send: (1, 1), Receive: (1, 1), Relay: (2, 0), Hash: (0, 1)}
+
+
+class WorkerPool:
+    """Carries out jobs in worker processes, as many at once as are asked for.
+
+    Args:
+        handle: From `spawner.start()`. One pool at a time for a handle.
+        idle_limit: Seconds after which a worker without a job is let go.
+    """
+
+    def __init__(self, handle: SpawnerHandle, *, idle_limit: float = IDLE_LIMIT) -> None:
+        self._crew = Crew(handle, idle_limit)
+        self._assignments: dict[_Assignment, asyncio.Task[Result]] = {}
+        self._last_number = 0
+        self._closed = False
+
+    async def run(
+        self,
+        job: Job,
+        sockets: Sequence[tuple[socket.socket, Channel]] = (),
+        files: Sequence[int] = (),
+        on_progress: Progress | None = None,
+    ) -> Result:
+        """Carry out a job in a worker.
+
+        The sockets are given away: after a success they are the caller's again, open and in the blocking mode
+        that they had, with the channels of the result; after anything else they are shut down and closed.
+        Files stay the caller's, who closes them after this returns: only then no worker uses them any more;
+        that holds when the caller is cancelled too.
+
+        Args:
+            job: What to do.
+            sockets: One for Send and Receive, the upstream and the downstream one for Relay, none for Hash.
+            files: A descriptor for all but Relay.
+            on_progress: Called with the bytes done, at most four times a second and at the end.
+
+        Raises:
+            WorkerError: The job failed.
+            ValueError: The sockets or files are not what the job takes, or the order is too long.
+        """
+        connections = tuple(each for each, _ in sockets)
+        succeeded = False
+        try:
+            assignment = _Assignment.of(self._next_number(), job, sockets, files)
+            del sockets  # the assignment alone holds the keys, until they are handed over
+            result = await self._supervise(assignment, on_progress)
+            succeeded = True
+            return result
+        finally:
+            if not succeeded:
+                for each in connections:
+                    _shut_down(each)
+                    each.close()
+
+    def reports(self) -> tuple[WorkerReport, ...]:
+        """Every worker there is now."""
+        return self._crew.reports()
+
+    async def close(self) -> None:
+        """Cancel every job, let every worker go and wait for their ends. Close the spawner's handle after."""
+        self._closed = True
+        tasks = list(self._assignments.values())
+        for assignment in list(self._assignments):
+            self._cancel(assignment)
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._crew.close()
+
+    async def _supervise(self, assignment: _Assignment, on_progress: Progress | None) -> Result:
+        if self._closed:
+            raise WorkerError(WORKER_DIED, "no transfer can start: the worker processes were stopped")
+        task = asyncio.get_running_loop().create_task(self._carry_out(assignment))
+        self._assignments[assignment] = task
+        ticker = _Ticker(assignment, on_progress) if on_progress is not None else None
+        try:
+            result = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._cancel(assignment)
+            # The caller removes the partial file next, so nothing cuts this wait short; the kill bounds it.
+            while not task.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({task})
+            raise
+        finally:
+            if ticker is not None:
+                ticker.stop()
+            self._assignments.pop(assignment, None)
+        if on_progress is not None:
+            on_progress(result.bytes_done)
+        return result
+
+    async def _carry_out(self, assignment: _Assignment) -> Result:
+        with assignment.digests():
+            message = assignment.encode()
+            worker = await self._crew.take(lambda: not assignment.cancelled)
+            if worker is None:
+                raise WorkerError(CANCELLED, "the transfer was cancelled before it began")
+            worker.slot.bytes_done = 0
+            assignment.worker = worker
+            try:
+                await _hand_over(worker, message, assignment.descriptors())
+                del message  # the keys are the worker's now
+                answer = await _read_answer(worker)
+                reply = handover.decode_reply(assignment.number, answer)
+                _check_continuity(assignment, reply)
+            except (OSError, ValueError) as error:
+                done = worker.slot.bytes_done
+                how = await self._crew.bury(worker)
+                if isinstance(error, ValueError):
+                    how = f"answered nonsense: {error}"
+                text = f"the worker process of '{assignment.job.title}' {how}"
+                raise WorkerError(WORKER_DIED, text, bytes_done=done) from error
+            finally:
+                assignment.worker = None
+        self._crew.put_back(worker)
+        if isinstance(reply, WorkerError):
+            raise reply
+        return reply
+
+    def _cancel(self, assignment: _Assignment) -> None:
+        if assignment.cancelled:
+            return
+        assignment.cancelled = True
+        worker = assignment.worker
+        if worker is None:
+            self._crew.wake()
+            return
+        # A flag does not wake a blocked read: shutting our duplicate of the socket down does.
+        worker.slot.cancel(assignment.number)
+        for each in assignment.sockets:
+            _shut_down(each)
+        asyncio.get_running_loop().call_later(CANCEL_GRACE, self._kill_if_busy, worker, assignment)
+
+    def _kill_if_busy(self, worker: Worker, assignment: _Assignment) -> None:
+        if assignment.worker is worker:
+            self._crew.kill(worker)
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+
+@dataclass(eq=False, slots=True)
+class _Assignment:
+    """A job under way; its number is this process's, counted from 1."""
+
+    number: int
+    job: Job
+    sockets: tuple[socket.socket, ...]
+    channels: tuple[Channel, ...]  # forgotten once they are encoded
+    counters: tuple[Counters, ...]  # what tells a used nonce from a new one
+    files: tuple[int, ...]
+    table: int | None = None
+    worker: Worker | None = None
+    cancelled: bool = False
+
+    @classmethod
+    def of(
+        cls, number: int, job: Job, sockets: Sequence[tuple[socket.socket, Channel]], files: Sequence[int]
+    ) -> _Assignment:
+        wanted = _DESCRIPTORS[type(job)]
+        if (len(sockets), len(files)) != wanted:
+            raise ValueError(
+                f"a {type(job).__name__} job takes {wanted[0]} sockets and {wanted[1]} files,"
+                f" not {len(sockets)} and {len(files)}"
+            )
+        for descriptor in (*(each.fileno() for each, _ in sockets), *files):
+            try:
+                os.fstat(descriptor)
+            except OSError as error:
+                raise ValueError(f"descriptor {descriptor} is not open") from error
+        channels = tuple(channel for _, channel in sockets)
+        counters = tuple(_counters(channel) for channel in channels)
+        return cls(number, job, tuple(each for each, _ in sockets), channels, counters, tuple(files))
+
+    @contextlib.contextmanager
+    def digests(self) -> Iterator[None]:
+        """Hold the file with the digests that the job needs, while the order is handed over."""
+        self.table = handover.digest_file(self.job)
+        try:
+            yield
+        finally:
+            if self.table is not None:
+                os.close(self.table)
+
+    def encode(self) -> bytes:
+        channels, self.channels = self.channels, ()
+        checked = self.table is not None
+        return handover.encode_order(self.number, self.job, channels, files=len(self.files), checked=checked)
+
+    def descriptors(self) -> list[int]:
+        """In the order in which a worker takes them."""
+        table = [self.table] if self.table is not None else []
+        return [*(each.fileno() for each in self.sockets), *self.files, *table]
+
+
+class _Ticker:
+    """Tells how far an assignment is, when that changed, until it is stopped."""
+
+    def __init__(self, assignment: _Assignment, tell: Progress) -> None:
+        self._assignment = assignment
+        self._tell = tell
+        self._last = 0
+        self._plan()
+
+    def _plan(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(PROGRESS_INTERVAL, self._tick)
+
+    def _tick(self) -> None:
+        self._plan()
+        worker = self._assignment.worker
+        if worker is not None and worker.slot.bytes_done > self._last:
+            self._last = worker.slot.bytes_done
+            self._tell(self._last)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
+async def _hand_over(worker: Worker, message: bytes, descriptors: list[int]) -> None:
+    # An idle worker's pipe is empty, so the first bytes and the descriptors always fit at once.
+    start = socket.send_fds(worker.control, [message[: handover.PREFIX_SIZE]], descriptors)
+    loop = asyncio.get_running_loop()
+    while start < len(message):
+        piece = message[start : start + handover.PIECE_SIZE]
+        await loop.sock_sendall(worker.control, piece)
+        start += len(piece)
+
+
+async def _read_answer(worker: Worker) -> bytes:
+    size = handover.message_size(await _read(worker, handover.PREFIX_SIZE))
+    return await _read(worker, size)
+
+
+async def _read(worker: Worker, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    body = bytearray()
+    while len(body) < size:
+        piece = await loop.sock_recv(worker.control, min(size - len(body), handover.PIECE_SIZE))
+        if not piece:
+            raise ConnectionResetError("the worker ended before its reply was complete")
+        body += piece
+    return bytes(body)
+
+
+def _check_continuity(assignment: _Assignment, reply: Result | WorkerError) -> None:
+    """Refuse a session whose counters went back: its nonces would be used twice."""
+    if isinstance(reply, WorkerError):
+        return
+    returned = tuple(_counters(channel) for channel in reply.channels)
+    if len(returned) != len(assignment.counters) or any(
+        new[0] < old[0] or new[1] < old[1] for new, old in zip(returned, assignment.counters, strict=True)
+    ):
+        raise ValueError("it gave back a session whose record counters are lower than before")
+
+
+def _counters(channel: Channel) -> Counters:
+    return channel.send_counter, channel.receive_counter
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the peer may have been faster
+        connection.shutdown(socket.SHUT_RDWR)
