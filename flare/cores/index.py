@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from array import array
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ MAX_RANKS = 1024  # far above any group; bounds the per-rank lists
 MAX_MODEL_NAME = 200  # characters, so that a line of a table still holds it
 REVISIONS = ("gb10", "gb202", "gb300", "cpu")
 ENGINES = ("llama.cpp", "vllm", "sglang")
+# A legacy companion, which caches keep under that name for every core that has it.
+_DIGEST_NAMED = re.compile(r"[0-9a-f]{64}\.safetensors\Z")
 LAYOUTS = ("multi_host", "single_host")
 MODEL_FOLDER = "model"  # what an engine is given, never the core's root
 CACHED_PRIMARY = "model.safetensors"  # the primary's name in the ranks' model cache
@@ -323,6 +326,8 @@ def _file(value: object, where: str) -> CoreFile:
             raise CoreError(f'{where}: the path "{path}" is reserved at the root of a core.')
     file = CoreFile(path, reader.count("offset"), reader.count("size"), reader.hex("sha256", DIGEST_SIZE))
     reader.finish()
+    if _DIGEST_NAMED.match(path) and path != f"{file.sha256.hex()}.safetensors":
+        raise CoreError(f'{where}: "{path}" is named by a SHA-256 that is not its own.')
     return file
 
 

@@ -133,6 +133,7 @@ def test_a_rank_may_read_nothing() -> None:
         ({"files": [file("ü" * 128)]}, "longer than 255 bytes"),
         ({"files": [file("model.safetensors")]}, '"model.safetensors" is reserved'),
         ({"files": [file("Model.safetensors")]}, '"Model.safetensors" is reserved'),
+        ({"files": [file("33" * 32 + ".safetensors")]}, "is named by a SHA-256 that is not its own"),
         ({"files": [file(".verified")]}, '".verified" is reserved'),
         ({"rank_ranges": [None]}, "is not a list of 2 entries"),
         ({"rank_ranges": None}, '"rank_ranges" is missing'),

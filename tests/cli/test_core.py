@@ -1,0 +1,76 @@
+"""`flare core`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flare.cores.publisher_keys import accept_publisher
+from flare.paths import Paths
+from flare.trust.publishers import PublisherProfile
+from tests.cli.calling import call, live_in
+from tests.cores.making import PUBLISHER, gguf_core, write_core
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return live_in(tmp_path, monkeypatch)
+
+
+def test_show(capsys: Capture, tmp_path: Path) -> None:
+    path = gguf_core(tmp_path)
+    code, out, _ = call(capsys, "core", "show", str(path))
+    assert code == 0
+    shown = dict(line.split(maxsplit=1) for line in out.splitlines() if line)
+    assert shown["model"] == "Tiny"
+    assert shown["engine"] == "llama.cpp"
+    assert shown["layout"] == "multi_host, 2 rank(s)"
+    assert shown["publisher"] == "not accepted here"
+    assert shown["fingerprint"] == PUBLISHER.fingerprint
+    assert shown["1"].startswith("0 B"), "the second rank of llama.cpp stores nothing"
+    accept_publisher(Paths.from_environment(), PublisherProfile("acme", PUBLISHER.public_key))
+    assert "acme, accepted here" in call(capsys, "core", "show", str(path))[1]
+
+
+def test_show_as_json(capsys: Capture, tmp_path: Path) -> None:
+    path = gguf_core(tmp_path)
+    described = json.loads(call(capsys, "core", "show", str(path), "--json")[1])
+    assert described["model"] == "Tiny"
+    assert described["publisher"]["accepted"] is False
+    assert described["rank_bytes"] == [described["bytes"], 0]
+    assert [file["path"] for file in described["files"]] == ["model/Tiny.gguf"]
+    assert described["primary_bytes"] == path.stat().st_size
+
+
+def test_show_tells_of_code_and_escapes_what_it_prints(capsys: Capture, tmp_path: Path) -> None:
+    path = write_core(tmp_path, {"model/a.py": b"x", "model/b": b"y"}, model="evil\x1b[2J")
+    code, out, _ = call(capsys, "core", "show", str(path))
+    assert code == 0
+    assert "1 file(s) that can run code when loaded, first model/a.py" in out
+    assert "evil\\x1b[2J" in out
+    assert "\x1b" not in out
+
+
+def test_verify(capsys: Capture, tmp_path: Path) -> None:
+    path = write_core(tmp_path, {"model/a": b"data"})
+    code, out, _ = call(capsys, "core", "verify", str(path))
+    assert code == 0
+    assert f"Verified {path}: 4 B in 1 file(s), 1 blocks" in out
+    described = json.loads(call(capsys, "core", "verify", str(path), "--json")[1])
+    assert described.pop("seconds") >= 0
+    assert described == {"verified": True, "files": 1, "blocks": 1, "bytes": 4}
+    (tmp_path / "model" / "a").write_bytes(b"date")
+    code, _, err = call(capsys, "core", "verify", str(path))
+    assert code == 6
+    assert 'block 0 of "model/a"' in err
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_no_core(capsys: Capture, tmp_path: Path, command: str) -> None:
+    code, _, err = call(capsys, "core", command, str(tmp_path / "none"))
+    assert code == 11
+    assert "There is no core at" in err
