@@ -287,7 +287,8 @@ def _check_table(header: Header, index: CoreIndex, what: str) -> None:
         )
     if (len(header.tensors) > 1) != index.packed:
         raise CoreError(
-            f"{what}: a packed core holds its model's tensors behind the digest table, and no other core does."
+            f"{what}: a packed core holds its model's tensors behind the digest table, "
+            "and no other core does."
         )
     covered = index.files[0].size if index.packed else 0
     if header.data_length != index.digests_length + covered:
