@@ -90,6 +90,8 @@ def frame_vector(message: m.Message) -> dict[str, Any]:
     return vector | {"body": body.decode("ascii"), "encoded": message.to_frame().hex()}
 
 
+STRANGERS_HELLO = m.Hello(7, MAXWELL.public_key)  # has fewer members than the table of bodies says
+
 ANSWERS = {
     **{request.REPLY.__name__: request.TAG.name for request in m.REQUESTS if request.REPLY is not None},
     "FetchReply": "FETCH",
@@ -102,7 +104,7 @@ def frame_vectors() -> list[dict[str, Any]]:
     data = b"hello"
     encoded = frames.encode_header(frames.Tag.DATA, len(data)) + data
     return [
-        *(frame_vector(message) for message in EXAMPLES),
+        *(frame_vector(message) for message in EXAMPLES if message != STRANGERS_HELLO),
         {"tag": 24, "name": "DATA", "body": data.hex(), "encoded": encoded.hex()},
     ]
 
