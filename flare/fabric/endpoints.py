@@ -9,11 +9,14 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flare.errors import ConfigError
-from flare.fabric.lldp import Neighbour, Neighbours, interface_indices, read_neighbours
+from flare.fabric.lldp import Neighbours, interface_indices, read_neighbours
+from flare.fabric.values import Endpoint, PcieLink
+
+__all__ = ["Addresses", "Endpoint", "PcieLink", "host_addresses", "read_endpoints"]
 
 SYSFS = Path("/sys")
 
@@ -25,61 +28,6 @@ _ACTIVE = "4: ACTIVE"
 
 Addresses = Mapping[str, tuple[tuple[str, int], ...]]
 """IPv4 addresses and prefix lengths by interface."""
-
-
-@dataclass(frozen=True, slots=True)
-class PcieLink:
-    """The PCIe link as negotiated: GT/s a lane, and lanes."""
-
-    speed: float
-    width: int
-
-    @property
-    def capacity(self) -> float:
-        """What orders links by how much they carry; GT/s."""
-        return self.speed * self.width
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One IPv4 address that fabric traffic may use.
-
-    Args:
-        device: The RDMA device's name; "" for an ordinary interface.
-        port: Its port number, from 1; 0 for an ordinary interface.
-        interface: The network interface.
-        address: Its IPv4 address.
-        prefix: The address's prefix length.
-        mac: Of the interface, aa:bb:cc:dd:ee:ff; "" where it has none.
-        pci: The PCI function, such as "0000:01:00.0"; "" where it is none.
-        link: None where sysfs does not say.
-        lldp: What neighbours on the cable say.
-    """
-
-    device: str
-    port: int
-    interface: str
-    address: str
-    prefix: int
-    mac: str
-    pci: str
-    link: PcieLink | None = None
-    lldp: tuple[Neighbour, ...] = ()
-
-    @property
-    def network(self) -> ipaddress.IPv4Network:
-        """The subnet that the endpoint reaches without a router."""
-        return ipaddress.IPv4Network((self.address, self.prefix), strict=False)
-
-    @property
-    def half(self) -> str:
-        """The PCIe slot that feeds it, such as "0000:01:00": endpoints of one half share its bandwidth."""
-        return self.pci.rpartition(".")[0]
-
-    @property
-    def cage(self) -> str:
-        """What both halves of one port have in common, such as "01:00.0": the address without its domain."""
-        return self.pci.partition(":")[2]
 
 
 def read_endpoints(

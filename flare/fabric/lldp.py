@@ -14,9 +14,10 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flare.fabric.values import Neighbour
 
 NETWORKD_FOLDER = Path("/run/systemd/netif/lldp")
 
@@ -37,32 +38,6 @@ _ETHERTYPE = b"\x88\xcc"
 _END, _CHASSIS, _PORT, _DESCRIPTION, _SYSTEM = 0, 1, 2, 4, 5
 _CHASSIS_IS_MAC, _PORT_IS_MAC = 4, 3
 _MAC_LENGTH = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """One neighbour, in its own words; "" for what it did not say.
-
-    Args:
-        chassis: Its chassis ID; a MAC address is written aa:bb:cc:dd:ee:ff.
-        port: Its port ID, often the interface's name or MAC address.
-        description: Its port's description, often the interface's name.
-        system: Its host name.
-    """
-
-    chassis: str = ""
-    port: str = ""
-    description: str = ""
-    system: str = ""
-
-    def to_texts(self) -> dict[str, str]:
-        """What it said, by name."""
-        return {name: text for name in self.__slots__ if (text := getattr(self, name))}
-
-    @classmethod
-    def from_texts(cls, texts: Mapping[str, str]) -> Neighbour:
-        """The neighbour that `to_texts` describes; other names are ignored."""
-        return cls(**{name: texts.get(name, "") for name in cls.__slots__})
 
 
 Neighbours = dict[str, tuple[Neighbour, ...]]

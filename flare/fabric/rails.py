@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flare.fabric.endpoints import Endpoint
+from flare.fabric.values import Endpoint
 
 MAX_RAILS = 2
 """Rails of one connection: a ConnectX-7 port has two PCIe halves, and it takes both to fill its cable."""

@@ -9,7 +9,8 @@ import pytest
 
 from flare.errors import ConfigError
 from flare.fabric.endpoints import Addresses, Endpoint, PcieLink, host_addresses, read_endpoints
-from flare.fabric.lldp import Neighbour, Neighbours
+from flare.fabric.lldp import Neighbours
+from flare.fabric.values import Neighbour
 from tests.fabric.sysfs import FakeSysfs, build_spark
 
 SPARK_ADDRESSES: Addresses = {

@@ -16,7 +16,6 @@ from flare.fabric import lldp
 from flare.fabric.lldp import (
     MAX_NEIGHBOURS,
     MAX_TEXT,
-    Neighbour,
     interface_indices,
     parse_frame,
     parse_lldpctl,
@@ -24,6 +23,7 @@ from flare.fabric.lldp import (
     parse_networkd,
     read_neighbours,
 )
+from flare.fabric.values import Neighbour
 from tests.fabric.sysfs import build_spark
 
 HERTZ = Neighbour("4c:bb:47:00:00:01", "enp1s0f1np1", "fabric to maxwell", "hertz")
