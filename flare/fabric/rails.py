@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv4Network
 
 from flare.fabric.values import Endpoint
 
@@ -38,6 +39,8 @@ class Cables:
     def __init__(self, nodes: Sequence[FabricNode]) -> None:
         self._nodes = nodes
         everywhere = [(rank, at) for rank, node in enumerate(nodes) for at in range(len(node.endpoints))]
+        # What a node reports is a peer's word: an address that is none reaches nobody.
+        self._networks = {where: _network(self._endpoint(where)) for where in everywhere}
         self._heard: dict[_Where, set[_Where]] = {where: set() for where in everywhere}
         for here in everywhere:
             endpoint = self._endpoint(here)
@@ -82,11 +85,19 @@ class Cables:
 
     def _reach(self, here: _Where, there: _Where) -> bool:
         a, b = self._endpoint(here), self._endpoint(there)
-        if a.network != b.network:
+        network = self._networks[here]
+        if network is None or network != self._networks[there]:
             return False
         if a.address == b.address and self._nodes[here[0]].port == self._nodes[there[0]].port:
             return False  # one address twice: not the two ends of a cable
         return there in self._heard[here] or not (self._heard[here] or self._heard[there])
+
+
+def _network(endpoint: Endpoint) -> IPv4Network | None:
+    try:
+        return endpoint.network
+    except ValueError:
+        return None
 
 
 def _conflict(rail: Rail, chosen: Iterable[Rail]) -> tuple[int, int]:

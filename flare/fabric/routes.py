@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from flare.errors import UnreachableError
 from flare.fabric.rails import MAX_RAILS, Cables, FabricNode
+from flare.printable import printable
 from flare.trust.grant_body import Link, TransferFabric
 
 __all__ = ["MAX_RAILS", "FabricNode", "inbound", "path", "plan", "rails"]
@@ -67,7 +68,7 @@ def _pairs(ranks: int, *, ring: bool, chain: bool) -> Iterator[tuple[int, int]]:
 def _no_link(nodes: Sequence[FabricNode], low: int, high: int, topology: str) -> str:
     def described(rank: int) -> str:
         node = nodes[rank]
-        networks = dict.fromkeys(f"{one.address}/{one.prefix}" for one in node.endpoints)
+        networks = dict.fromkeys(f"{printable(one.address)}/{one.prefix}" for one in node.endpoints)
         return f"rank {rank} on {node.name} ({', '.join(networks) or 'no active fabric interface'})"
 
     return (

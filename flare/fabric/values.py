@@ -74,7 +74,11 @@ class Endpoint:
 
     @property
     def network(self) -> ipaddress.IPv4Network:
-        """The subnet that the endpoint reaches without a router."""
+        """The subnet that the endpoint reaches without a router.
+
+        Raises:
+            ValueError: `address` and `prefix` are none.
+        """
         return ipaddress.IPv4Network((self.address, self.prefix), strict=False)
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flare.fabric import lldp
@@ -97,6 +97,7 @@ def test_a_file_of_frames() -> None:
     assert parse_networkd(b"\xff" * 16) == ()
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_parsers(data: bytes) -> None:
     parse_frame(frame() + data)
@@ -174,6 +175,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_no_document_breaks_the_parsers(document: Any) -> None:
     parse_lldpctl(document)

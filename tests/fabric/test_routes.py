@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flare.errors import UnreachableError
@@ -142,6 +142,18 @@ def test_two_agents_of_one_host_may_share_an_address_but_two_hosts_may_not() -> 
 
     assert ends(planned(nodes(29901)), 0, 1) == [("127.0.0.1:29900", "127.0.0.1:29901")]
     assert ends(planned(nodes(PORT)), 0, 1) == []
+
+
+@pytest.mark.parametrize("address", ["", "fe80::1", "10.0.0.01", "host", "\x1b[2J"])
+def test_an_address_that_is_none_reaches_nobody(address: str) -> None:
+    nodes = [
+        FabricNode("a", PORT, (endpoint(address),)),
+        FabricNode("b", PORT, (endpoint(address), endpoint("10.0.0.2"))),
+    ]
+    assert ends(planned(nodes), 0, 1) == []
+    with pytest.raises(UnreachableError, match="The chain has no link between rank 0 on a") as caught:
+        plan(nodes, chain=True)
+    assert "\x1b" not in str(caught.value)
 
 
 def link_local(node: FabricNode) -> FabricNode:
@@ -325,6 +337,7 @@ def shortest_ways(fabric: TransferFabric, source: int) -> dict[int, list[tuple[i
     return ways
 
 
+@settings(deadline=None)
 @given(st.integers(2, 12), st.sampled_from(["ring", "chain", "direct"]), st.data())
 def test_every_way_is_a_shortest_one_and_ties_take_increasing_ranks(
     ranks: int, topology: str, data: st.DataObject
@@ -342,6 +355,7 @@ def test_every_way_is_a_shortest_one_and_ties_take_increasing_ranks(
         assert inbound(fabric, source, destination, 0)[0] == found[-2]
 
 
+@settings(deadline=None)
 @given(st.integers(2, 6), st.booleans(), st.data())
 def test_a_planned_link_is_one_subnet_seen_from_both_ends(
     ranks: int, ring: bool, data: st.DataObject
