@@ -29,7 +29,14 @@ from pathlib import Path
 
 from flare.agent.folders import check_file_path, open_below, parent_of, stat_below
 from flare.cores.marker import AGENT_MARKER, Marker, read_marker
-from flare.errors import ConflictError, ForbiddenError, NotFoundError, RemoteProtocolError, StorageError
+from flare.errors import (
+    ConflictError,
+    FlareError,
+    ForbiddenError,
+    NotFoundError,
+    RemoteProtocolError,
+    StorageError,
+)
 from flare.files import describe_os_error, ensure_private_folder, write_atomic
 from flare.identity import fingerprint
 from flare.paths import Paths
@@ -142,7 +149,7 @@ class Cache:
             check_file_path(path, RemoteProtocolError)
             digest = path[:64] if _BLOB.match(path) else ""
             return Place(kind, self.paths.cores / str(entry), path, entry, digest)
-        raise RemoteProtocolError(f'"{name[:100]}" is no name of a {kind} in the cache.')
+        raise RemoteProtocolError(f'The cache has no place for "{name[:100]}" of the kind {kind}.')
 
     def entry_folder(self, entry: Entry) -> Path:
         """Return a core directory's path, whether it exists or not."""
@@ -331,8 +338,12 @@ class Cache:
 
         Raises:
             ForbiddenError: it is another publisher's.
+            RemoteProtocolError: it is no profile.
         """
-        profile = PublisherProfile.from_text(text)
+        try:
+            profile = PublisherProfile.from_text(text)
+        except FlareError as problem:
+            raise RemoteProtocolError(problem.message) from None
         if fingerprint(profile.public_key) != expected:
             raise ForbiddenError("The publisher profile is not the one that the grant names.")
         path = self.paths.publisher_profiles / f"{expected}.toml"

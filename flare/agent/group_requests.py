@@ -21,10 +21,10 @@ from flare.agent.rank_command import RankFiles, needs_complete_core, rank_comman
 from flare.agent.run import RankSpec, Run
 from flare.errors import (
     ConflictError,
-    FlareError,
     ForbiddenError,
     IntegrityError,
     NotFoundError,
+    RemoteProtocolError,
     UnsupportedError,
 )
 from flare.session import Session
@@ -207,11 +207,8 @@ async def _while_connected(session: Session, work: Coroutine[Any, Any, None]) ->
         for task in (working, watching):
             task.cancel()
         results = await asyncio.gather(working, watching, return_exceptions=True)
-    if not working.cancelled() and results[0] is None:
+    if results[0] is None:
         return
-    for problem in results:
-        if isinstance(problem, FlareError):
-            raise problem
     for problem in results:
         if isinstance(problem, Exception):
             raise problem
@@ -219,4 +216,5 @@ async def _while_connected(session: Session, work: Coroutine[Any, Any, None]) ->
 
 async def _watch(session: Session) -> None:
     """End with an error when the peer leaves or speaks out of turn."""
-    await session.receive(timeout=None)
+    request: messages.Message = await session.receive(timeout=None)
+    raise RemoteProtocolError(f"{request.what()} came on a session that follows a rank; use another session.")

@@ -142,9 +142,4 @@ class Conversations:
             return
         if handler is None or not isinstance(request, STRANGER_REQUESTS):
             raise ForbiddenError(FORBIDDEN)
-        try:
-            await handler(node, session, request)
-        except ForbiddenError as problem:
-            # Why not is for this node's log: the sentence could tell what is here.
-            logger.info("refused %s of %s: %s", request.what(), session.peer_name, problem.message)
-            raise ForbiddenError(FORBIDDEN) from None
+        await handler(node, session, request)

@@ -71,9 +71,8 @@ def run_agent(paths: Paths, options: AgentOptions) -> None:
     host, port = parse_listen(options.listen or settings.agent.listen)
     name = check_name(options.name, "node name") if options.name is not None else default_name()
     become_subreaper()
-    spawner = start()
-    log_to_stderr()
-    with AgentLock(paths.agent_folder / "lock") as lock:
+    with contextlib.closing(start()) as spawner, AgentLock(paths.agent_folder / "lock") as lock:
+        log_to_stderr()
         asyncio.run(_serve(paths, settings, options, name, (host, port), spawner, lock))
 
 
