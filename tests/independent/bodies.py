@@ -300,6 +300,10 @@ def verify_index(index_bytes: bytes, publisher: str, signature: str) -> Json:
     ranks = index["rank_ranges"]
     if index["format"] != 1 or len(ranks) != index["ranks"] or ranks[0] is not None:
         raise RefusedError("format, ranks or rank zero's ranges are wrong")
+    for number, offset, length in (run for rank in ranks for run in rank or ()):
+        end, size = offset + length, index["files"][number]["size"]
+        if offset % MEBIBYTE or not offset < end <= size or (end % MEBIBYTE and end != size):
+            raise RefusedError("a rank's run is not of whole blocks inside its file")
     return index
 
 
@@ -321,7 +325,7 @@ def read_primary(path: Path) -> Primary:
             raise RefusedError("tensors overlap or leave a gap")
         end = tensor["data_offsets"][1]
     if end != len(body):
-        raise RefusedError("bytes follow the last tensor")
+        raise RefusedError("the last tensor does not end where the file ends")
     blocks = sum(-(-file["size"] // MEBIBYTE) for file in index["files"])
     expected = {"dtype": "U8", "shape": [blocks, 32], "data_offsets": [0, 32 * blocks]}
     if header.get("flare.block_digests") != expected:

@@ -1,4 +1,4 @@
-"""The golden vectors, under the second reading of the page: both authors must have understood the same bytes."""
+"""The golden vectors under the second reading of the page: both authors must have understood one thing."""
 
 from __future__ import annotations
 
@@ -190,3 +190,36 @@ def test_run_carries_the_key_that_its_grant_names() -> None:
     (run,) = (json.loads(vector["body"]) for vector in load("frames.json") if vector["name"] == "RUN")
     named_digest = json.loads(run["grant"]["body"])["launch_key_sha256"]
     assert hashlib.sha256(bytes.fromhex(run["launch_key"])).hexdigest() == named_digest
+
+
+def write_contents(folder: Path) -> None:
+    """The companions of the core's vector."""
+    for path, content in load("core_index.json")["contents"].items():
+        pattern, length = unhex(content, "repeat"), content["length"]
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes((pattern * (length // len(pattern) + 1))[:length])
+
+
+def test_core(tmp_path: Path) -> None:
+    vector = load("core_index.json")
+    primary = tmp_path / "core.safetensors"
+    primary.write_bytes(unhex(vector, "primary"))
+    write_contents(tmp_path)
+    core = bodies.verify_files(primary)
+    assert core.index == json.loads(vector["index"])
+    assert (core.index["export"], core.index_sha256) == (vector["export"], vector["index_sha256"])
+    assert (core.publisher, core.table) == (vector["publisher"], unhex(vector, "digest_table"))
+    assert hashlib.sha256(bytes.fromhex(core.publisher)).hexdigest() == vector["fingerprint"]
+    private = Ed25519PrivateKey.from_private_bytes(unhex(vector, "publisher_seed"))
+    assert decoder.public_key(private).hex() == vector["publisher"]
+    signature = private.sign(b"flare core index\0" + vector["index"].encode())
+    assert signature.hex() == vector["signature"]
+
+
+@pytest.mark.parametrize("vector", named(load("core_index.json")["refused"], "what"))
+def test_cores_that_are_refused(tmp_path: Path, vector: dict[str, Any]) -> None:
+    primary = tmp_path / "core.safetensors"
+    primary.write_bytes(unhex(vector, "primary"))
+    reason = "signature" if vector["code"] == "untrusted" else "export|twice|file ends|digest table"
+    with pytest.raises(RefusedError, match=reason):
+        bodies.read_primary(primary)
