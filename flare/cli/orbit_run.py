@@ -69,7 +69,7 @@ def _launch(
     controller: Controller, request: LaunchRequest, *, persistent: bool, dry_run: bool, detach: bool
 ) -> None:
     from flare.cores.reference import LocalReference
-    from flare.orbit.attended import LeftRunningError
+    from flare.orbit.attended import OperatorLeftError
 
     spawner = None
     if isinstance(request.reference, LocalReference) and not dry_run:
@@ -79,7 +79,7 @@ def _launch(
         spawner = start()
     try:
         run_async(_run(controller, request, spawner, persistent=persistent, dry_run=dry_run, detach=detach))
-    except LeftRunningError:
+    except OperatorLeftError:
         raise SystemExit(130) from None
 
 
@@ -92,9 +92,9 @@ async def _run(
     dry_run: bool,
     detach: bool,
 ) -> None:
-    from flare.orbit.attended import follow_group, report_started
+    from flare.orbit.attended import run_attended
     from flare.orbit.client import Client
-    from flare.orbit.launch import launch, plan_launch, report_plan, save_definition
+    from flare.orbit.launch import plan_launch, report_plan, save_definition
 
     client = Client(controller)
     plan = await plan_launch(client, request)
@@ -103,10 +103,4 @@ async def _run(
         return
     if persistent:
         save_definition(client, plan)
-    group = await launch(client, plan, spawner)
-    report_started(client, plan, group)
-    if detach:
-        for stream in group.streams:
-            await stream.session.close()
-    else:
-        await follow_group(client, group)
+    await run_attended(client, plan, spawner, detach=detach)

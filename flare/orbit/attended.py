@@ -5,18 +5,74 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from flare.errors import FlareError
 from flare.orbit.client import Client
 from flare.orbit.follow import follow, raise_for_failures
-from flare.orbit.launch import Group, Plan
-from flare.orbit.stopping import stop_group
+from flare.orbit.launch import Group, Plan, launch
+from flare.orbit.stopping import PEER_GRACE, stop_group
+from flare_workers.spawner import SpawnerHandle
 
 
-class LeftRunningError(Exception):
-    """The operator pressed Ctrl-C twice and left while ranks may still run."""
+class OperatorLeftError(Exception):
+    """The operator pressed Ctrl-C and was told what became of the group; the command's exit code is 130."""
+
+
+async def run_attended(client: Client, plan: Plan, spawner: SpawnerHandle | None, *, detach: bool) -> None:
+    """Launch a group and follow it to its end, or return once it runs.
+
+    Ctrl-C while it is launched takes the launch back; later it stops the group; a second one leaves at once.
+
+    Args:
+        detach: return once the ranks run.
+
+    Raises:
+        OperatorLeftError: Ctrl-C during the launch, or twice.
+        RankError: a rank failed.
+        FlareError: the launch was refused, a connection was lost, or ranks could not be stopped.
+    """
+    first, second = asyncio.Event(), asyncio.Event()
+    # One pair of handlers for all of it: a Ctrl-C between two steps must not leave ranks behind unsaid.
+    with _interrupts(first, second):
+        group = await _launched(client, plan, spawner, first, second)
+        report_started(client, plan, group)
+        if detach:
+            for stream in group.streams:
+                await stream.session.close()
+            return
+        await follow_group(client, group, first, second)
+
+
+async def _launched(
+    client: Client, plan: Plan, spawner: SpawnerHandle | None, first: asyncio.Event, second: asyncio.Event
+) -> Group:
+    reporter = client.controller.reporter
+    launching: asyncio.Task[Any] = asyncio.create_task(launch(client, plan, spawner))
+    waiting: asyncio.Task[Any] = asyncio.create_task(first.wait())
+    leaving: asyncio.Task[Any] = asyncio.create_task(second.wait())
+    try:
+        await asyncio.wait({launching, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not launching.done():
+            launching.cancel()
+            await asyncio.wait({launching, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if launching.done() and launching.cancelled():
+                reporter.warn(f"Interrupted: {plan.name} was not started.")
+                raise OperatorLeftError
+            if not launching.done():
+                nodes = ", ".join(node.name for node in plan.nodes)
+                reporter.warn(
+                    f"Left while the launch of {plan.name} was taken back: ranks may run on {nodes}. Look "
+                    f"with "
+                    f"`flare orbit ls`, end them with `flare orbit stop {plan.name} --now`."
+                )
+                raise OperatorLeftError
+        group: Group = launching.result()
+        return group
+    finally:
+        for task in (launching, waiting, leaving):
+            task.cancel()
 
 
 def report_started(client: Client, plan: Plan, group: Group) -> None:
@@ -32,44 +88,63 @@ def report_started(client: Client, plan: Plan, group: Group) -> None:
     reporter.note(f"Follow it: flare orbit attach {group.name}    Stop it: flare orbit stop {group.name}")
 
 
-async def follow_group(client: Client, group: Group) -> None:
-    """Follow a launched group to its end. Ctrl-C stops it; a second one leaves at once.
+async def follow_group(client: Client, group: Group, first: asyncio.Event, second: asyncio.Event) -> None:
+    """Follow a launched group to its end.
+
+    Args:
+        first: set by Ctrl-C: the group is stopped, rank zero first.
+        second: set by another one: this returns at once.
 
     Raises:
-        LeftRunningError: Ctrl-C came twice; what remains was told.
+        OperatorLeftError: `second` was set; what remains was told.
         RankError: a rank failed.
         UnreachableError: a connection was lost, or ranks could not be stopped.
     """
     reporter = client.controller.reporter
     following: asyncio.Task[Any] = asyncio.create_task(follow(group.streams, reporter))
-    first, second = asyncio.Event(), asyncio.Event()
-    stopping: asyncio.Task[None] | None = None
-    with _interrupts(first, second):
-        waiting_first: asyncio.Task[Any] = asyncio.create_task(first.wait())
-        waiting_second = asyncio.create_task(second.wait())
-        try:
-            await asyncio.wait({following, waiting_first}, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done():
-                reporter.note(
-                    f"Stopping {group.name}: running requests are finished first. Ctrl-C again leaves at "
-                    f"once."
-                )
-                stopping = asyncio.create_task(stop_group(client, group.name, group.launch, group.members))
-                ended = asyncio.ensure_future(asyncio.gather(stopping, following))
-                either: set[asyncio.Future[Any]] = {ended, waiting_second}
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if not ended.done():
-                    _tell_what_remains(client, group)
-                    raise LeftRunningError
-                await ended
-            await following
-        finally:
-            for task in (following, waiting_first, waiting_second, stopping):
-                if task is not None and not task.done():
-                    task.cancel()
-                    with suppress(asyncio.CancelledError, FlareError):
-                        await task
+    waiting: asyncio.Task[Any] = asyncio.create_task(first.wait())
+    leaving: asyncio.Task[Any] = asyncio.create_task(second.wait())
+    tidying: asyncio.Task[Any] = asyncio.create_task(_stop_left_behind(client, group))
+    tasks = [following, waiting, leaving, tidying]
+    try:
+        await asyncio.wait({following, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not following.done():
+            reporter.note(
+                f"Stopping {group.name}: running requests are finished first. Ctrl-C again leaves at once."
+            )
+            stopping: asyncio.Task[Any] = asyncio.create_task(
+                stop_group(client, group.name, group.launch, group.members, announce=False)
+            )
+            tasks.append(stopping)
+            await asyncio.wait({stopping, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not stopping.done():
+                _tell_what_remains(client, group)
+                raise OperatorLeftError
+            await stopping
+        await following
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     raise_for_failures(group.streams, group.name)
+
+
+async def _stop_left_behind(client: Client, group: Group) -> None:
+    """Once rank zero ended the group is over: peers that do not notice in time are told to stop."""
+    zero = group.streams[0]
+    await zero.ended.wait()
+    if zero.lost is not None:
+        return
+    await asyncio.sleep(PEER_GRACE)
+    left = [(stream.rank, stream.node) for stream in group.streams if not stream.ended.is_set()]
+    if left:
+        client.controller.reporter.note(
+            f"Rank zero of {group.name} ended {PEER_GRACE:.0f} s ago: stopping its peers."
+        )
+        try:
+            await stop_group(client, group.name, group.launch, left, announce=False)
+        except FlareError as problem:
+            client.controller.reporter.warn(problem.message)
 
 
 def _tell_what_remains(client: Client, group: Group) -> None:

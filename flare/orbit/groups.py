@@ -46,7 +46,10 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
     listing = await list_groups(client, nodes)
     warn_unreachable(client, listing.answers)
     runs = select_runs(listing.runs, selector)
-    several = len({run.launch for run in runs}) > 1
+    if selector is not None and any(run.running for run in runs):
+        # A name that runs means the run that runs; older ones are chosen by their launch identifier.
+        runs = [run for run in runs if run.running]
+    labels = _labels(runs)
     streams: dict[str, list[RankStream]] = {run.launch: [] for run in runs}
     problems = []
     for run in runs:
@@ -59,7 +62,7 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
                     f"rank {rank.report.rank} of {run.name} on {rank.node.name}: {problem.message}"
                 )
                 continue
-            stream = RankStream.of(rank.report.rank, rank.node, session, group=run.name if several else None)
+            stream = RankStream.of(rank.report.rank, rank.node, session, group=labels[run.launch])
             streams[run.launch].append(stream)
     for problem_line in problems:
         client.controller.reporter.warn(f"cannot attach to {problem_line}")
@@ -69,6 +72,14 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
     await follow(following, client.controller.reporter)
     for run in runs:
         raise_for_failures(streams[run.launch], run.name)
+
+
+def _labels(runs: Sequence[Run]) -> dict[str, str | None]:
+    """What stands in front of each run's lines: nothing, its name, or its launch where names repeat."""
+    if len(runs) == 1:
+        return {runs[0].launch: None}
+    names = [run.name for run in runs]
+    return {run.launch: run.name if names.count(run.name) == 1 else run.launch for run in runs}
 
 
 async def stop(client: Client, nodes: Sequence[NodeEntry], selector: str | None, *, now: bool) -> None:

@@ -26,6 +26,7 @@ async def stop_group(
     members: Sequence[tuple[int, NodeEntry]],
     *,
     now: bool = False,
+    announce: bool = True,
     peer_grace: float = PEER_GRACE,
 ) -> None:
     """Stop one launch: STOP to rank zero, wait for its EXIT, then STOP to peers that did not leave by
@@ -35,6 +36,7 @@ async def stop_group(
         name, launch: the group's name and the launch's identifier.
         members: (rank, node) of every rank that is to stop.
         now: do not drain: end requests at once, and do not wait for peers.
+        announce: tell how each rank ended; not wanted where its output is followed anyway.
         peer_grace: seconds that peers get to leave by themselves.
 
     Raises:
@@ -42,7 +44,7 @@ async def stop_group(
     """
     zero = [(rank, node) for rank, node in members if rank == 0]
     peers = [(rank, node) for rank, node in members if rank != 0]
-    stopper = _Stopper(client, name, launch, now=now)
+    stopper = _Stopper(client, name, launch, now=now, announce=announce)
     for rank, node in zero:
         await stopper.stop(rank, node)
     if peers and not now and not stopper.problems:
@@ -59,12 +61,13 @@ async def stop_group(
 
 
 class _Stopper:
-    def __init__(self, client: Client, name: str, launch: str, *, now: bool) -> None:
+    def __init__(self, client: Client, name: str, launch: str, *, now: bool, announce: bool) -> None:
         self.client = client
         self.reporter = client.controller.reporter
         self.name = name
         self.launch = launch
         self.now = now
+        self.announce = announce
         self.problems: list[str] = []
 
     async def stop(self, rank: int, node: NodeEntry) -> None:
@@ -79,7 +82,8 @@ class _Stopper:
         except FlareError as problem:
             self.problems.append(f"{where}: {problem.message}")
             return
-        self.reporter.note(f"{self.name}: {where} {describe_exit(message)}")
+        if self.announce:
+            self.reporter.note(f"{self.name}: {where} {describe_exit(message)}")
 
     async def _wait_for_exit(self, session: Session, where: str) -> Exit:
         began = time.monotonic()
@@ -103,6 +107,7 @@ class _Stopper:
     ) -> list[tuple[int, NodeEntry]]:
         """Wait until the peers have left; return those that are still there after `grace` seconds."""
         deadline = time.monotonic() + grace
+        told = False
         while True:
             nodes = [node for _, node in peers]
             answers = await self.client.ask_all(nodes, Status())
@@ -117,4 +122,8 @@ class _Stopper:
             ]
             if not peers or time.monotonic() >= deadline:
                 return peers
+            if not told:
+                where = ", ".join(f"rank {rank} on {node.name}" for rank, node in peers)
+                self.reporter.note(f"{self.name}: waiting up to {grace:.0f} s for {where} to leave.")
+                told = True
             await asyncio.sleep(PEER_POLL)

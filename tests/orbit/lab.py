@@ -20,12 +20,14 @@ _LINE = re.compile(r"flare agent (\S+) listens on (\S+?),? .*fingerprint ([0-9a-
 # Stands where `flare` is installed: `run` is a small program that does what its words say, all else is real.
 _FLARE = f"""#!{sys.executable}
 import sys
+from pathlib import Path
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "workers")!r}]
 if sys.argv[1:2] == ["run"]:
-    from tests.agent.fake_flare import main
+    from tests.orbit.fake_rank import main
+    main(Path(__file__).parent)
 else:
     from flare.cli.main import main
-main()
+    main()
 """
 
 

@@ -74,7 +74,7 @@ def test_a_trust_store_of_its_own_and_a_profile_of_the_launch(
 
 
 def test_a_profile_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="The publisher profile .* does not exist"):
+    with pytest.raises(NotFoundError, match=r"The publisher profile .* does not exist"):
         read_profile(tmp_path / "none")
     (tmp_path / "bytes").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):

@@ -1,0 +1,305 @@
+"""Launching, following and stopping groups on real agents; the ranks are small programs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flare.errors import UnreachableError
+from flare.orbit.client import Client
+from flare.orbit.controller import Controller
+from flare.orbit.launch import launch, plan_launch
+from flare.orbit.request import RunOptions, plan_request
+from flare.paths import Paths
+from tests.cores.making import MIB, PUBLISHER, pattern, write_core
+from tests.orbit.lab import Lab, lab, read_until, wait_for
+from tests.orbit.reporting import RecordingReporter
+
+TRUST = ("--accept-publisher", PUBLISHER.fingerprint)
+
+
+@pytest.fixture
+def orbit(tmp_path: Path) -> Iterator[Lab]:
+    with lab(tmp_path) as made:
+        yield made
+
+
+def make_core(folder: Path, *, ranks: int = 2, size: int = 3000, name: str = "tiny.safetensors") -> Path:
+    return write_core(
+        folder,
+        {"model/Tiny.gguf": pattern(size), "model/empty.json": b""},
+        name=name,
+        engine="llama.cpp",
+        layout="multi_host" if ranks > 1 else "single_host",
+        ranks=ranks,
+        parallel={"tensor": 1, "pipeline": ranks},
+        rank_ranges=[None] + [[]] * (ranks - 1) if ranks > 1 else [None],
+    )
+
+
+def states(orbit: Lab) -> dict[str, str]:
+    return {str(run["name"]): str(run["state"]) for run in orbit.runs()}
+
+
+def test_a_dry_run_prints_the_placement_and_sends_nothing(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("hertz", "maxwell")
+    core = make_core(tmp_path / "core")
+    outcome = orbit.flare("orbit", "run", str(core), "--nodes", "maxwell,hertz", "--dry-run", *TRUST)
+    assert outcome.code == 0, outcome
+    assert outcome.out.splitlines() == [
+        f"Group tiny: Tiny, llama.cpp, 2 ranks, {core}",
+        "  rank 0  maxwell  the CPU (cpu)  receives 3,000 bytes",
+        "  rank 1  hertz  the CPU (cpu)  needs no core data",
+    ]
+    assert orbit.flare("orbit", "cores").out == "No node has a core in its cache.\n"
+    assert orbit.runs() == []
+
+
+def test_a_launch_is_followed_and_ctrl_c_stops_it(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    words = ("orbit", "run", str(core), "--nodes", "maxwell,hertz", "--name", "glm", "--port", "8123", *TRUST)
+    with orbit.running(*words) as process:
+        lines = read_until(process, "[rank 1 hertz] serving")
+        text = "".join(lines)
+        assert "Uploading 3 files" in text
+        assert f"maxwell runs {orbit.folder}/bin/flare" in text
+        assert "http://127.0.0.1:8123 on maxwell answers once" in text
+        assert re.search(
+            r"\[rank 0 maxwell\] rank 0 says hello from run \S+/tiny\.safetensors --rank 0", text
+        )
+        assert "[rank 1 hertz] rank 1 says hello from run --rank 1 --rendezvous 127.0.0.1:" in text
+        taken = orbit.flare("orbit", "run", str(core), "--name", "glm", "--dry-run")
+        assert taken.code == 7
+        assert "A group named glm runs already on" in taken.err
+        full = orbit.flare("orbit", "run", str(core), "--name", "other")
+        assert full.code == 7
+        assert "is held by the running group glm-" in full.err
+        listed = orbit.flare("orbit", "ls").out
+        assert re.search(r"glm +running +serving .* maxwell:0, hertz:0 +http://127.0.0.1:8123", listed)
+        process.send_signal(signal.SIGINT)
+        rest = "".join(read_until(process, "Stopped glm"))
+        assert "running requests are finished first" in rest
+        assert process.wait(timeout=20) == 0
+    assert states(orbit) == {"glm": "exited"}
+
+
+def test_ctrl_c_twice_leaves_at_once_and_says_what_remains(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    core = make_core(tmp_path / "core", ranks=1)
+    with orbit.running("orbit", "run", str(core), "--served-name", "slow", *TRUST) as process:
+        read_until(process, "] serving")
+        process.send_signal(signal.SIGINT)
+        read_until(process, "[rank 0 maxwell] draining")
+        process.send_signal(signal.SIGINT)
+        rest = "".join(read_until(process, "may still run"))
+        assert "Left while rank 0 on maxwell may still run" in rest
+        assert process.wait(timeout=20) == 130
+    assert states(orbit) == {"tiny": "running"}
+    assert orbit.flare("orbit", "stop", "--now").code == 0
+    assert states(orbit)["tiny"] != "running"
+
+
+def test_detach_attach_stop_and_rm(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    first = orbit.flare("orbit", "run", str(core), "--name", "glm", "--detach", *TRUST)
+    assert first.code == 0, first
+    with orbit.running("orbit", "attach", "glm") as process:
+        read_until(process, "] serving")
+        process.send_signal(signal.SIGINT)
+        read_until(process, "Detached; the group goes on.")
+        assert process.wait(timeout=20) == 0
+    assert states(orbit) == {"glm": "running"}
+    refused = orbit.flare("orbit", "rm", "glm")
+    assert refused.code == 7
+    assert "Stop it first: `flare orbit stop glm`" in refused.err
+    assert orbit.flare("orbit", "stop", "nobody").code == 11
+    stopped = orbit.flare("orbit", "stop", "glm")
+    assert stopped.code == 0, stopped
+    assert stopped.out.startswith("Stopped glm (glm-")
+    assert "asked rank 0" in stopped.err
+    assert "asked rank 1" not in stopped.err  # it left with rank zero
+    again = orbit.flare("orbit", "stop", "glm")
+    assert again.code == 11
+    assert "has ended already" in again.err
+    assert "No group runs on these nodes." in orbit.flare("orbit", "stop").err
+    attached = orbit.flare("orbit", "attach")
+    assert attached.code == 0
+    assert "] stopped." in attached.out
+    second = orbit.flare("orbit", "run", str(core), "--name", "glm", "--detach")
+    assert "has the core in its cache already" in second.err
+    launches = [str(run["launch"]) for run in orbit.runs()]
+    assert orbit.flare("orbit", "stop").code == 0
+    removed = orbit.flare("orbit", "rm", launches[0])
+    assert removed.out == f"Removed the history of {launches[0]}.\n"
+    assert [run["launch"] for run in orbit.runs()] == launches[1:]
+    assert orbit.flare("orbit", "rm", "glm").code == 0
+    assert orbit.runs() == []
+    gone = orbit.flare("orbit", "rm", "glm")
+    assert gone.code == 11
+    assert "neither a saved group nor a run called glm" in gone.err
+
+
+def test_a_failed_rank_gives_the_exit_code_and_its_last_words(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    outcome = orbit.flare(
+        "orbit",
+        "run",
+        str(core),
+        "--name",
+        "glm",
+        "--nodes",
+        "maxwell,hertz",
+        "--served-name",
+        "exit-3-at-0",
+        *TRUST,
+    )
+    assert outcome.code == 15, outcome
+    assert "The group glm failed:\n  rank 0 on maxwell failed with status 3" in outcome.err
+    assert "[rank 0 maxwell] out of memory" in outcome.out
+    listed = orbit.flare("orbit", "ls")
+    assert re.search(r"glm +failed", listed.out)
+    assert orbit.flare("orbit", "attach", "glm").code == 15
+    assert orbit.flare("orbit", "rm", "glm").code == 0
+
+
+def test_a_saved_group_starts_again_by_its_name(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    words = (
+        "orbit",
+        "run",
+        str(core),
+        "--name",
+        "glm",
+        "--persistent",
+        "--detach",
+        "--nodes",
+        "hertz,maxwell",
+    )
+    assert orbit.flare(*words, "--max-concurrency", "4", "--port", "8200", *TRUST, "--dry-run").code == 0
+    assert "glm" not in orbit.orbit_file.read_text()
+    assert orbit.flare(*words, "--max-concurrency", "4", "--port", "8200").code == 0
+    assert orbit.flare("orbit", "stop").code == 0
+    listed = orbit.flare("orbit", "ls").out
+    assert re.search(rf"glm +stopped +{core}", listed)
+    again = orbit.flare("orbit", "run", "--name", "glm", "--detach", "--max-concurrency", "2")
+    assert again.code == 0, again
+    assert "rank 0  hertz" in again.out
+    assert "http://127.0.0.1:8200" in again.out
+    with orbit.running("orbit", "attach", "glm") as process:
+        assert "--max-concurrency 2" in "".join(read_until(process, "says hello"))
+    assert orbit.flare("orbit", "stop", "glm", "--now").code == 0
+    orbit.end("maxwell")
+    assert re.search("glm +unknown", orbit.flare("orbit", "ls").out)
+    orbit.start("maxwell")
+    assert orbit.flare("orbit", "pair", orbit.agents["maxwell"].address).code == 0
+    assert "Removed the saved group glm." in orbit.flare("orbit", "rm", "glm").out
+    assert "[[group]]" not in orbit.orbit_file.read_text()
+
+
+def test_a_core_on_a_node_is_read_in_place_and_never_copied(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    outcome = orbit.flare("orbit", "run", f"hertz:{core}", "--detach", *TRUST)
+    assert outcome.code == 0, outcome
+    assert f"rank 0  hertz  the CPU (cpu)  reads {core} in place" in outcome.out
+    assert orbit.flare("orbit", "cores").out == "No node has a core in its cache.\n"
+    assert orbit.flare("orbit", "stop").code == 0
+    elsewhere = orbit.flare("orbit", "run", f"hertz:{core}", "--nodes", "maxwell,hertz")
+    assert elsewhere.code == 14
+    assert "The core is on hertz, but rank zero was placed on maxwell" in elsewhere.err
+
+
+def test_a_core_on_a_node_that_cannot_be_used_is_refused(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    core = make_core(tmp_path / "core", ranks=1)
+    missing = orbit.flare("orbit", "run", f"maxwell:{tmp_path}/none.safetensors", "--dry-run", *TRUST)
+    assert missing.code == 11
+    assert f"Node maxwell has no core at {tmp_path}/none.safetensors" in missing.err
+    nobody = orbit.flare("orbit", "run", f"nobody:{core}", "--dry-run")
+    assert nobody.code == 11
+    assert "No node named nobody is paired" in nobody.err
+    model = tmp_path / "core/model/Tiny.gguf"
+    model.write_bytes(b"short")
+    changed = orbit.flare("orbit", "run", f"maxwell:{core}", "--dry-run", *TRUST)
+    assert changed.code == 6
+    assert "has 5 bytes on node maxwell" in changed.err
+    model.unlink()
+    assert orbit.flare("orbit", "run", f"maxwell:{core}", "--dry-run", *TRUST).code == 11
+    data = bytearray(core.read_bytes())
+    data[-5] ^= 1  # inside the digest table
+    core.write_bytes(data)
+    model.write_bytes(pattern(3000))
+    damaged = orbit.flare("orbit", "run", f"maxwell:{core}", "--dry-run", *TRUST)
+    assert damaged.code == 6
+    assert "is not the one that was signed" in damaged.err
+
+
+def test_a_large_file_goes_over_several_connections_and_arrives_whole(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    size = 50 * MIB + 12345
+    core = make_core(tmp_path / "core", ranks=1, size=size)
+    outcome = orbit.flare("orbit", "run", str(core), "--detach", "--transfer-streams", "3", *TRUST)
+    assert outcome.code == 0, outcome
+    (arrived,) = (tmp_path / "maxwell/.cache/flare/cores").glob("*/model/Tiny.gguf")
+    assert hashlib.sha256(arrived.read_bytes()).digest() == hashlib.sha256(pattern(size)).digest()
+    assert orbit.flare("orbit", "stop").code == 0
+    assert re.search(r"maxwell +\S+ +3 +\d+\.\d MB +no", orbit.flare("orbit", "cores").out)
+
+
+def test_a_member_that_is_lost_stops_the_others(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    reporter = RecordingReporter()
+    paths = Paths.from_environment({"HOME": str(orbit.folder / "controller")})
+    controller = Controller.open(paths, reporter)
+    request = plan_request(
+        controller.orbit,
+        RunOptions(
+            core=f"maxwell:{core}",
+            name="glm",
+            nodes=("maxwell", "hertz"),
+            accept_publisher=PUBLISHER.fingerprint,
+        ),
+    )
+
+    async def scenario() -> None:
+        client = Client(controller)
+        plan = await plan_launch(client, request)
+        orbit.end("hertz")
+        with pytest.raises(UnreachableError, match="hertz"):
+            await launch(client, plan, None)
+
+    asyncio.run(scenario())
+    assert "Stopping what was started of glm." in reporter.notes
+    wait_for(lambda: states(orbit) == {"glm": "exited"} or states(orbit) == {"glm": "failed"})
+
+
+def test_peers_that_stay_are_told_to_stop(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    words = ("orbit", "run", str(core), "--name", "glm", "--served-name", "stay", "--detach", *TRUST)
+    assert orbit.flare(*words).code == 0
+    outcome = orbit.flare("orbit", "stop", "glm", "--now")
+    assert outcome.code == 0, outcome
+    assert "asked rank 1" in outcome.err
+    assert "at once" in outcome.err
+
+
+def test_a_node_without_the_engine_is_named_before_anything_moves(orbit: Lab, tmp_path: Path) -> None:
+    (orbit.folder / "bin/llama-server").unlink()
+    orbit.paired("maxwell")
+    core = make_core(tmp_path / "core", ranks=1)
+    outcome = orbit.flare("orbit", "run", str(core), *TRUST)
+    assert outcome.code == 7
+    assert "llama.cpp" in outcome.err
+    assert "Uploading" not in outcome.err
