@@ -24,6 +24,7 @@ MIB = 1 << 20
 LLAMA_RUNTIME = {"cpu": 64 * MIB, "gpu": 512 * MIB}  # a CUDA context and its workspaces on a GPU
 TORCH_RUNTIME = {"cpu": 1024 * MIB, "gpu": 2048 * MIB}  # what PyTorch engines hold before the first weight
 
+_EMBEDDING = "token_embd."
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = re.compile(r"_(ch)?exps\.")
 
@@ -41,8 +42,9 @@ def estimate_gguf(heads: Sequence[GgufHead], ranks: int, revision: str) -> Estim
     """Estimate a GGUF model that llama.cpp splits by layers.
 
     llama.cpp gives device d of n the layers i with floor(i * n / (layers + 1)) = d; the output
-    matrix counts as one more layer. The input embedding stays with rank 0; a model whose output is
-    tied to it has it twice when there are several ranks.
+    matrix counts as one more layer. Its devices are the peers and then rank 0's own GPU; where it
+    has none, rank 0 keeps the first layers and the peers take the rest. The input embedding stays
+    with rank 0; a model whose output is tied to it has it twice when there are several ranks.
 
     Args:
         heads: of every part of the model, the first part first.
@@ -59,13 +61,16 @@ def estimate_gguf(heads: Sequence[GgufHead], ranks: int, revision: str) -> Estim
         raise CoreError(
             f"A model of {layers} layers cannot be split over {ranks} ranks. Choose fewer --ranks."
         )
-    embedding = sum(tensor.size for tensor in tensors if tensor.name.startswith("token_embd."))
+    embedding = sum(tensor.size for tensor in tensors if tensor.name.startswith(_EMBEDDING))
     tied = not any(tensor.name == "output.weight" for tensor in tensors)
-    shares = [0] * ranks
+    devices = [0] * ranks  # in llama.cpp's order
     for tensor in tensors:
-        shares[_rank_of(tensor.name, layers, ranks)] += tensor.size
+        if not tensor.name.startswith(_EMBEDDING):
+            devices[_device_of(tensor.name, layers, ranks)] += tensor.size
     if tied and ranks > 1:
-        shares[-1] += embedding
+        devices[-1] += embedding
+    shares = devices if revision == "cpu" else [devices[-1], *devices[:-1]]
+    shares[0] += embedding
     return Estimate(
         device_bytes=tuple(shares),
         serving_reserve=_gguf_reserve(head, tensors, -(-layers // ranks), revision),
@@ -73,7 +78,7 @@ def estimate_gguf(heads: Sequence[GgufHead], ranks: int, revision: str) -> Estim
     )
 
 
-def _rank_of(name: str, layers: int, ranks: int) -> int:
+def _device_of(name: str, layers: int, ranks: int) -> int:
     match = _LAYER.match(name)
     if match:
         return min(int(match.group(1)) * ranks // (layers + 1), ranks - 1)

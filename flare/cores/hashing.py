@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeAlias
 
@@ -156,7 +157,7 @@ def _in_processes(
         for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            _start_deaf(process)
             theirs.close()
             processes.append(process)
             running[ours] = waiting.pop()
@@ -191,9 +192,17 @@ def _in_processes(
             process.join()
 
 
+def _start_deaf(process: BaseProcess) -> None:
+    """Start a process that a Ctrl-C does not reach, not even while it begins: the parent ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(pipe: Connection) -> None:
     """Live as one of the processes: take tasks until the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     unreported = 0
 
     def report(count: int) -> None:

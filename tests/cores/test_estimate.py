@@ -41,6 +41,13 @@ def test_layers_are_split_as_llama_cpp_does() -> None:
     assert shares == (EMBEDDING + 2 * LAYER, 2 * LAYER, 2 * LAYER, LAYER + EMBEDDING + 7)
 
 
+def test_rank_zeros_gpu_is_llama_cpps_last_device() -> None:
+    assert estimate_gguf([model()], 2, "gb10").device_bytes == (
+        EMBEDDING + LAYER + EMBEDDING + 7,
+        3 * LAYER,
+    )
+
+
 def test_a_tied_output_is_held_twice() -> None:
     assert estimate_gguf([model(tied=True)], 2, "cpu").device_bytes == (
         EMBEDDING + 3 * LAYER,

@@ -111,10 +111,11 @@ def digesting_children() -> set[int]:
 
 @pytest.mark.usefixtures("eager")
 def test_a_process_that_is_killed_is_an_error(tmp_path: Path) -> None:
-    tasks = [
-        DigestTask(write(tmp_path / str(number), pattern(64 * MIB)), 0, 64 * MIB, whole=True)
-        for number in range(2)
-    ]
+    tasks = []
+    for number in range(2):
+        with (tmp_path / str(number)).open("wb") as file:
+            file.truncate(1024 * MIB)  # a hole, which takes a second to digest
+        tasks.append(DigestTask(tmp_path / str(number), 0, 1024 * MIB, whole=True))
 
     def kill(_count: int) -> None:
         for child in digesting_children():

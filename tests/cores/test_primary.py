@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flare.cores import isolated, primary
 from flare.cores.export import encode_primary
@@ -28,6 +30,7 @@ from tests.cores.making import (
     write_core,
     write_packed_core,
 )
+from tests.vectors import make_core
 
 FILES = {"model/config.json": b"{}", "model/weights.safetensors": pattern(2 * MIB + 5)}
 
@@ -317,3 +320,33 @@ def test_isolated_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_memory_limit_lets_every_allowed_header_through() -> None:
     assert isolated.MEMORY_LIMIT > 1 << 30
+
+
+GOLDEN = bytes.fromhex(json.loads(make_core.FILE.read_text(encoding="ascii"))["primary"])
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_no_change_goes_unnoticed(data: st.DataObject) -> None:
+    """Whatever happens to a primary's bytes: it is refused with an error of ours, or it says the same."""
+    content = bytearray(GOLDEN)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content)))
+        match data.draw(st.sampled_from(["change", "insert", "cut", "end"])):
+            case "change" if at < len(content):
+                content[at] = data.draw(st.integers(0, 255))
+            case "insert":
+                content[at:at] = data.draw(st.binary(max_size=4))
+            case "cut":
+                del content[at : at + data.draw(st.integers(1, 40))]
+            case _:
+                content.extend(data.draw(st.binary(max_size=4)))
+    changed = bytes(content)
+    try:
+        loaded = load_primary(changed)
+        table = loaded.digests(lambda offset, length: changed[offset : offset + length])
+    except (CoreError, TrustError, IntegrityError):
+        return
+    golden = load_primary(GOLDEN)
+    assert (loaded.index, loaded.publisher) == (golden.index, golden.publisher)
+    assert table == golden.digests(lambda offset, length: GOLDEN[offset : offset + length])
