@@ -148,7 +148,6 @@ def _core_path(text: str) -> Path:
 
 def _launch_key(descriptor: int | None, file: Path | None) -> bytes | None:
     """Read the launch key from the descriptor that the agent passed, or from the operator's file."""
-    import os
 
     from flare.errors import IdentityError, UsageError
     from flare.files import read_private

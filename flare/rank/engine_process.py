@@ -23,7 +23,7 @@ START_LIMIT: Final = 20.0
 """Seconds for the keeper to start the program; milliseconds unless the machine is drowning."""
 TERMINATE_LIMIT: Final = 10.0
 """Seconds from SIGTERM to SIGKILL: by then no request runs, so a healthy engine needs one."""
-LAST_LINES: Final = 30
+LAST_LINES: Final = 12
 """How much of a dead engine's output is shown."""
 MAX_LINE: Final = 4096
 """Bytes of one line that are kept; a LOG line is at most 16 KiB."""
@@ -34,7 +34,7 @@ class EngineProcess:
 
     Args:
         name: for messages, such as llama-server.
-        on_line: gets every line, safe for a terminal; returns whether it showed it to the person.
+        on_line: gets every line, safe for a terminal; returns False for one to keep for an obituary.
     """
 
     def __init__(self, name: str, on_line: Callable[[str], bool]) -> None:

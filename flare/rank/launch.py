@@ -183,8 +183,10 @@ async def verify_stored(
     """
     wanted = primary.index.wanted(rank)
     before = await asyncio.to_thread(stamps, primary, wanted)
-    if not always and await asyncio.to_thread(verified_before, primary, wanted):
+    if any(wanted.values()) and not always and await asyncio.to_thread(verified_before, primary, wanted):
         return "the stored data was verified before", dict(before)
+    if not any(wanted.values()):
+        return "this rank reads no stored bytes", dict(before)
     verdict = await _verify(primary, wanted, remark)
     after = await asyncio.to_thread(stamps, primary, wanted)
     if after != before:
@@ -224,8 +226,6 @@ async def _verify(primary: Primary, wanted: Mapping[int, Ranges], remark: Callab
         abandoned.set()
         await asyncio.gather(work, return_exceptions=True)
         raise
-    if report.bytes == 0:
-        return "this rank reads no stored bytes"
     return f"{report.blocks} blocks ({report.bytes / 1e6:.1f} MB) are what the publisher signed"
 
 

@@ -108,7 +108,7 @@ class Lifecycle:
 
         Args:
             phase: must be allowed after the current one.
-            reason: why, as a clause for people.
+            reason: why, as a clause for people; only its first line is kept.
             url: where the front can be reached, with `serving`.
 
         Raises:
@@ -117,8 +117,11 @@ class Lifecycle:
         if self.phase not in COMES_AFTER[phase]:
             raise LocalProtocolError(f"A rank cannot go from {self.phase} to {phase}.")
         self.phase = phase
-        self.reason = printable(reason)[:MAX_REASON]
+        first, *more = reason.split("\n")
+        self.reason = printable(first)[:MAX_REASON]
         self._say(f"{phase}: {self.reason} ({self.uptime:.1f} s)")
+        for line in more:
+            self.remark(line)
         if self._status is None:
             return
         document = {"phase": str(phase), "reason": self.reason}

@@ -245,7 +245,7 @@ class PeerRank:
             shown = adapter.shows(line)
             if shown:
                 self._lifecycle.remark(f"engine: {line}")
-            return shown
+            return shown or adapter.trivial(line)
 
         return take
 

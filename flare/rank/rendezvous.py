@@ -68,21 +68,18 @@ class Member:
     messages: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
 
     async def next_message(self, seconds: float, waiting_for: str) -> dict[str, Any]:
-        """Return the next message; "failed" is raised as the error that it carries.
+        """Return the next message.
 
         Raises:
-            RankError: the peer failed, or said nothing for `seconds`.
+            RankError: the peer said nothing for `seconds`.
         """
         try:
-            message = await asyncio.wait_for(self.messages.get(), seconds)
+            return await asyncio.wait_for(self.messages.get(), seconds)
         except TimeoutError:
             raise RankError(
                 f"Rank {self.rank} ({self.host}) said nothing for {seconds:.0f} s while the group waited for "
                 f"{waiting_for}. Its own output says what it does."
             ) from None
-        if message["type"] == "failed":
-            raise RankError(f"Rank {self.rank} ({self.host}) failed: {words_of(message)}")
-        return message
 
     async def expect(self, wanted: str, seconds: float, waiting_for: str) -> Reader:
         """Return the next message as a reader; it must be of the type `wanted`.
@@ -312,22 +309,17 @@ class Rendezvous:
                 self._complete.set()
             while True:
                 message = await member.link.receive()
+                if message["type"] == "failed":
+                    # A peer that fails says why before it goes: better than "it is gone".
+                    self._lose(member, f"failed: {words_of(message)}")
+                    return
                 member.messages.put_nowait(message)
         except FlareError as ended:
-            # A peer that fails says why before it goes; that is the better reason.
-            said = [message for message in _drained(member.messages) if message["type"] == "failed"]
-            why = (
-                f"Rank {member.rank} ({member.host}) failed: {words_of(said[-1])}" if said else ended.message
-            )
-            self._on_lost(member, RankError(why))
+            self._lose(member, f"is gone: {ended.message}")
+
+    def _lose(self, member: Member, how: str) -> None:
+        self._on_lost(member, RankError(f"Rank {member.rank} ({member.host}) {how}"))
 
     def _refuse(self, what: str) -> None:
         self._refused = printable(what)
         self._remark(f"refused: {self._refused}")
-
-
-def _drained(queue: asyncio.Queue[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    while not queue.empty():
-        found.append(queue.get_nowait())
-    return found

@@ -23,7 +23,7 @@ def serve(request: RunRequest, say: Callable[[str], None], status: int | None) -
         status: descriptor of the agent's pipe, or None.
 
     Raises:
-        FlareError: why it failed; nothing of it is left.
+        StorageError: the disk failed in a way that nothing else explains.
     """
     if status is not None:
         os.set_inheritable(status, False)  # the engine must not hold the agent's pipe open
@@ -38,7 +38,8 @@ async def _serve(request: RunRequest, lifecycle: Lifecycle) -> int:
     )
     try:
         return await rank.run()
-    except FlareError:
-        raise
+    except FlareError as problem:
+        # Its last line said why; saying it once more would be the only thing that a second line adds.
+        return problem.exit_code
     except OSError as problem:
         raise describe_os_error(problem, "The rank failed at") from problem

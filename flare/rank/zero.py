@@ -328,7 +328,7 @@ class ZeroRank:
             shown = adapter.shows(line)
             if shown:
                 self._lifecycle.remark(f"engine: {line}")
-            return shown
+            return shown or adapter.trivial(line)
 
         return take
 
@@ -358,8 +358,8 @@ class ZeroRank:
                 self._lifecycle.remark(f"rank {rank} ({member.host}) holds {holds}")
                 await member.link.send({"type": "serving", "holds": holds})
                 self._listeners.append(asyncio.create_task(self._listen_to(member)))
-        own = ", ".join(self._holdings.get(0, [])) or "the whole model"
-        self._lifecycle.remark(f"rank 0 holds {own}")
+            own = ", ".join(self._holdings.get(0, [])) or "nothing that the engine tells of"
+            self._lifecycle.remark(f"rank 0 holds {own}")
         self._lifecycle.enter(
             Phase.SERVING,
             f"{self._url} answers; up to {agreement.slots} request(s) at once",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from flare.cores.primary import Primary
@@ -90,6 +89,10 @@ class EngineAdapter(Protocol):
         """Tell whether a line of its output is for the person."""
         ...
 
+    def trivial(self, line: str) -> bool:
+        """Tell whether a line is not even worth showing when the engine has died."""
+        ...
+
     def holding(self, line: str) -> tuple[int | None, str] | None:
         """Return (port of a peer's tunnel, or None for rank zero; what it holds), if `line` tells."""
         ...
@@ -97,8 +100,3 @@ class EngineAdapter(Protocol):
     def parse_metrics(self, text: str) -> EngineMetrics:
         """Read its /metrics."""
         ...
-
-
-def core_root(primary: Primary) -> Path:
-    """Return the folder that a core's files are in."""
-    return primary.root

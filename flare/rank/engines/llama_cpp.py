@@ -27,7 +27,16 @@ _SHOWN = re.compile(
     r"Starting RPC server|endpoint  |CPU: |CUDA\d+: "
 )
 _LEVEL = re.compile(r"^\d+\.\d+\.\d+\.\d+ ([A-Z]) ")
-_NOISE = ("CORS is set", "security risk", "more info: https", "llama_server: -----", "--mmap", "DEPRECATED")
+_NOISE = (
+    "lient connection",
+    "slots are idle",
+    "CORS is set",
+    "security risk",
+    "more info: https",
+    "llama_server: -----",
+    "--mmap",
+    "DEPRECATED",
+)
 _HOLDING = re.compile(
     r"(?P<device>[A-Za-z_]+\d*)(?:\[[^\]]*:(?P<port>\d+)\])? (?P<what>model|KV) buffer size = +"
     r"(?P<mib>[\d.]+) MiB"
@@ -103,10 +112,14 @@ class LlamaCpp:
 
     def shows(self, line: str) -> bool:
         """Show warnings, errors, and what tells where the model went."""
-        if any(noise in line for noise in _NOISE):
+        if self.trivial(line):
             return False
         level = _LEVEL.match(line)
         return (level is not None and level.group(1) in "WE") or _SHOWN.search(line) is not None
+
+    def trivial(self, line: str) -> bool:
+        """Leave out what says nothing about a death."""
+        return any(noise in line for noise in _NOISE)
 
     def holding(self, line: str) -> tuple[int | None, str] | None:
         """Read "RPC0[127.0.0.1:4711] model buffer size = 21.14 MiB" and its like."""
