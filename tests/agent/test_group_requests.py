@@ -77,9 +77,8 @@ def test_run_streams_output_and_exit(paired: Agent, controller: Peer) -> None:
 
 
 def test_what_a_rank_is_told(paired: Agent, controller: Peer) -> None:
-    request = controller.run_request(paired, "exit:0", serving=("--max-concurrency", "4", "--engine-arg=exit:0",
-                                                               "--allow-unsafe-engine-args"),
-                                     rank_zero=("--port", "8123"))  # fmt: skip
+    serving = ("--max-concurrency", "4", "--engine-arg=exit:0", "--allow-unsafe-engine-args")
+    request = controller.run_request(paired, serving=serving, rank_zero=("--port", "8123"))
     _, lines, _ = drive(run_to_exit(controller, paired, request))
     report = json.loads(lines[0])
     words = report["argv"]
@@ -417,7 +416,7 @@ def test_rank_zero_reads_its_core_in_place(paired: Agent, controller: Peer, tmp_
         missing = replace(package, source=local_source(paired, tmp_path / "gone.safetensors"))
         with pytest.raises(NotFoundError, match="cannot be read on this node"):
             await controller.ask(paired, request(4, package=missing))
-        with pytest.raises(NotFoundError, match="is not in this node's cache. Push the core first"):
+        with pytest.raises(NotFoundError, match="is not in this node's cache"):
             await controller.ask(paired, request(5, package=replace(package, source=None)))
         with pytest.raises(RemoteProtocolError, match="could leave its folder"):
             await controller.ask(
@@ -434,7 +433,7 @@ def test_rank_zero_reads_its_core_in_place(paired: Agent, controller: Peer, tmp_
 
 def test_an_executable_that_does_not_start(paired: Agent, controller: Peer) -> None:
     paired.launcher.chmod(0o644)
-    with pytest.raises(RankError, match="could not be started: .*Permission denied"):
+    with pytest.raises(RankError, match=r"could not be started: .*Permission denied"):
         drive(controller.ask(paired, controller.run_request(paired)))
     paired.launcher.chmod(0o755)
     assert drive(controller.ask(paired, Status())).gpus[0].group is None
