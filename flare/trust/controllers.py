@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from flare.errors import ConflictError, ForbiddenError, NotFoundError, RemoteProtocolError, UsageError
-from flare.identity import PUBLIC_KEY_LENGTH, Identity, check_public_key, fingerprint
+from flare.identity import Identity, check_public_key, fingerprint
 from flare.paths import check_name
 from flare.strict_json import Reader, canonical
-from flare.trust.signed import KIND_CONTROLLERS, SignedRecord, open_record, sign
+from flare.trust.signed import KIND_CONTROLLERS, SignedRecord, open_record, read_public_key, sign
 
 MAX_CONTROLLERS = 64  # distinct keys in one set
 # PAIR carries the whole chain in a frame of 64 KiB, beside a proof and a name.
@@ -39,7 +39,7 @@ class Controller:
         reader = Reader(value, where)
         entry = cls(
             check_name(reader.text("name"), f"controller name in {where}", RemoteProtocolError),
-            reader.hex("public_key", PUBLIC_KEY_LENGTH),
+            read_public_key(reader, "public_key"),
         )
         reader.finish()
         return entry

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from flare.errors import LocalProtocolError, RemoteProtocolError
-from flare.identity import PUBLIC_KEY_LENGTH, Identity
+from flare.identity import Identity
 from flare.paths import check_name
 from flare.strict_json import Reader
 from flare.trust.signed import (
@@ -17,6 +17,7 @@ from flare.trust.signed import (
     KIND_TRANSFER_GRANT,
     SignedRecord,
     open_record,
+    read_public_key,
     sign,
 )
 
@@ -68,7 +69,7 @@ class Member:
         member = cls(
             rank=reader.count("rank", limit=MAX_MEMBERS - 1),
             name=check_name(reader.text("name"), f"node name in {where}", RemoteProtocolError),
-            public_key=reader.hex("public_key", PUBLIC_KEY_LENGTH),
+            public_key=read_public_key(reader, "public_key"),
             address=reader.text("address", limit=MAX_ADDRESS),
             gpus=reader.texts("gpus", limit=MAX_GPUS),
         )
@@ -90,7 +91,7 @@ class Source:
     @classmethod
     def parse(cls, reader: Reader) -> Source:
         """Build the value from its members."""
-        source = cls(reader.hex("public_key", PUBLIC_KEY_LENGTH), reader.text("path", limit=MAX_PATH))
+        source = cls(read_public_key(reader, "public_key"), reader.text("path", limit=MAX_PATH))
         reader.finish()
         return source
 

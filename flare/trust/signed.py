@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flare.errors import ForbiddenError, LocalProtocolError
-from flare.identity import PUBLIC_KEY_LENGTH, SIGNATURE_LENGTH, Identity, verify
+from flare.errors import ForbiddenError, IdentityError, LocalProtocolError
+from flare.identity import PUBLIC_KEY_LENGTH, SIGNATURE_LENGTH, Identity, check_public_key, verify
 from flare.strict_json import Reader, canonical, loads
 
 MAX_BODY = 1024 * 1024  # a grant's bound in docs/protocol.md; nothing that is signed is larger
@@ -54,9 +54,18 @@ class SignedRecord:
         reader = Reader(value, what)
         return cls(
             body=reader.text("body", limit=MAX_BODY),
-            signer=reader.hex("signer", PUBLIC_KEY_LENGTH),
+            signer=read_public_key(reader, "signer"),
             signature=reader.hex("signature", SIGNATURE_LENGTH),
         )
+
+
+def read_public_key(reader: Reader, member: str) -> bytes:
+    """Return a public key that a member holds as hex; one that is not sound is refused, as everywhere."""
+    public_key: bytes = reader.hex(member, PUBLIC_KEY_LENGTH)
+    try:
+        return check_public_key(public_key)
+    except IdentityError:
+        reader.fail(member, "is not a sound Ed25519 key (not canonical, or of small order)")
 
 
 def sign(identity: Identity, body: Mapping[str, Any]) -> SignedRecord:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flare.errors import FlareError, ForbiddenError, PairingError
-from flare.identity import PUBLIC_KEY_LENGTH
 from flare.strict_json import Reader
-from flare.trust.signed import SignedRecord
+from flare.trust.signed import SignedRecord, read_public_key
 from flare.wire.frames import BODY_LIMITS, Tag
 from flare.wire.messages.base import (
     MAX_ADDRESS,
@@ -123,7 +122,7 @@ class Hello(Message):
         node = reader.nested("node", default=None)
         return cls(
             protocol=reader.count("protocol", limit=0xFFFF),
-            public_key=reader.hex("public_key", PUBLIC_KEY_LENGTH),
+            public_key=read_public_key(reader, "public_key"),
             controllers_revision=reader.count("controllers_revision", default=None),
             node=None if node is None else NodeFacts.parse(node),
             executable=reader.text("executable", limit=MAX_PATH, default=None),

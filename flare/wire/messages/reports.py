@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from flare.identity import PUBLIC_KEY_LENGTH
 from flare.strict_json import Reader
+from flare.trust.signed import read_public_key
 from flare.wire.frames import BODY_LIMITS, MAX_REPORT, Tag
 from flare.wire.messages.base import (
     MAX_ADDRESS,
@@ -263,7 +263,7 @@ class StatusReply(Message):
         """Build the value from its members."""
         return cls(
             name=read_name(reader, "name", "node name"),
-            public_key=reader.hex("public_key", PUBLIC_KEY_LENGTH),
+            public_key=read_public_key(reader, "public_key"),
             controllers_revision=reader.count("controllers_revision"),
             time=reader.count("time"),
             gpus=reader.list_of("gpus", GpuReport.parse, limit=MAX_GPUS),

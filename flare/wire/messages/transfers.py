@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flare.errors import RemoteProtocolError
-from flare.identity import PUBLIC_KEY_LENGTH
 from flare.strict_json import Reader
-from flare.trust.signed import SignedRecord
+from flare.trust.signed import SignedRecord, read_public_key
 from flare.wire.frames import BODY_LIMITS, Tag
 from flare.wire.messages.base import (
     MAX_ADDRESS,
@@ -87,7 +86,7 @@ class TransferSource:
         """Build the value from its members."""
         return cls(
             name=reader.text("name", limit=MAX_NAME_TEXT),
-            public_key=reader.hex("public_key", PUBLIC_KEY_LENGTH),
+            public_key=read_public_key(reader, "public_key"),
             address=reader.text("address", limit=MAX_ADDRESS),
             rank=reader.count("rank", limit=MAX_RANKS - 1, default=None),
         )
