@@ -120,6 +120,8 @@ class WorkerPool:
             while not task.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # nobody else asks; asyncio would print it as forgotten
             raise
         finally:
             if ticker is not None:
