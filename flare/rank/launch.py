@@ -23,8 +23,7 @@ from flare.paths import Paths
 from flare.rank.engines.base import EngineAdapter
 from flare.rank.engines.llama_cpp import LlamaCpp
 from flare.rank.model_cache import stamps, verified_before
-from flare.rank.proof import INSECURE_KEY, Purpose
-from flare.rank.sockets import PROOF_LIMIT, prove_blocking, set_up
+from flare.rank.proof import INSECURE_KEY
 from flare.serving_options import ServingOptions
 from flare.settings import Settings
 from flare_workers.ranges import Ranges
@@ -238,22 +237,6 @@ def check_unchanged(primary: Primary, rank: int, before: Mapping[Path, object]) 
     for path, stamp in stamps(primary, primary.index.wanted(rank)).items():
         if before.get(path) != stamp:
             raise IntegrityError(f"{path} changed while the engine loaded it. Verify the core, then retry.")
-
-
-def connector(host: str, port: int, purpose: Purpose, rank: int, key: bytes) -> Callable[[], socket.socket]:
-    """Return what opens one proven, blocking connection to rank zero."""
-
-    def connect() -> socket.socket:
-        connection = socket.create_connection((host, port), PROOF_LIMIT)
-        try:
-            set_up(connection)
-            prove_blocking(connection, purpose, rank, key)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    return connect
 
 
 def free_port() -> int:

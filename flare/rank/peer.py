@@ -25,7 +25,6 @@ from flare.rank.launch import (
     adapter_for,
     check_index,
     check_unchanged,
-    connector,
     default_threads,
     first_of,
     free_port,
@@ -35,6 +34,7 @@ from flare.rank.lifecycle import Lifecycle, Phase
 from flare.rank.link import Link
 from flare.rank.model_cache import Found
 from flare.rank.proof import Purpose
+from flare.rank.routes import Route, connector, own_endpoints, plan, read_offered
 from flare.rank.sockets import show
 from flare.rank.tunnel import TunnelPeer
 from flare.strict_json import Reader
@@ -74,6 +74,7 @@ class PeerRank:
         self._tunnel: TunnelPeer | None = None
         self._found: Found | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._routes: tuple[Route, ...] = ()
 
     async def run(self) -> int:
         """Serve until the group ends; return the exit status.
@@ -147,6 +148,8 @@ class PeerRank:
         adapter = adapter_for(offer.engine)
         install = find_engine(offer.engine, request.settings, request.paths, request.environment)
         self._check_engine(install, welcome)
+        own = await asyncio.to_thread(own_endpoints, request.settings.fabric_interfaces)
+        self._routes = plan(own, read_offered(welcome), request.rendezvous)
         lifecycle.enter(Phase.RECEIVING, f"the core {printable(offer.model)} from rank zero")
         found = await obtain(
             offer,
@@ -155,7 +158,7 @@ class PeerRank:
             rank=request.rank,
             root=request.cache,
             accepted=request.accepted,
-            connect=connector(host, port, Purpose.RANGES, request.rank, request.proof_key),
+            connect=connector(self._routes, Purpose.RANGES, request.rank, request.proof_key),
             streams=request.streams,
             remark=lifecycle.remark,
         )
@@ -205,7 +208,7 @@ class PeerRank:
         self, found: Found, adapter: EngineAdapter, install: EngineInstall, agreement: Agreement
     ) -> None:
         request = self._request
-        assert self._link is not None and request.rendezvous is not None
+        assert self._link is not None
         self._lifecycle.enter(
             Phase.LOADING,
             f"{agreement.slots} request(s) of {agreement.context_length} tokens; "
@@ -229,9 +232,8 @@ class PeerRank:
         self._tasks.append(asyncio.create_task(self._watch_engine(engine)))
         await self._wait_for_engine(context.port, engine)
         loop = asyncio.get_running_loop()
-        host, port = request.rendezvous
         self._tunnel = TunnelPeer(
-            connector(host, port, Purpose.ENGINE, request.rank, request.proof_key),
+            connector(self._routes, Purpose.ENGINE, request.rank, request.proof_key),
             context.port,
             lambda problem: self._failure.report_from_thread(
                 loop, UnreachableError(f"The engine's tunnel to rank zero cannot be opened: {problem}")

@@ -38,6 +38,7 @@ from flare.rank.model_cache import FolderLock
 from flare.rank.proof import Purpose
 from flare.rank.ranges import RangeServer
 from flare.rank.rendezvous import Member, Rendezvous
+from flare.rank.routes import endpoints_message, own_endpoints
 from flare.rank.sockets import show
 from flare.rank.tunnel import TunnelHead
 
@@ -52,6 +53,7 @@ FAREWELL_LIMIT: Final = 5.0
 """Seconds for the peers to end after they were told."""
 CAUSE_LIMIT: Final = 0.7
 """Seconds after the engine's death in which a peer's failure, which is then the cause, may still come."""
+WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 QUIET_LIMIT: Final = 2.0
 """Seconds for the engine to finish what the front no longer sees, before SIGTERM."""
 
@@ -207,6 +209,7 @@ class ZeroRank:
         assert request.rendezvous is not None
         self._ranges = RangeServer(primary, self._remark_from_thread())
         self._tunnels = {rank: TunnelHead(rank) for rank in range(1, index.ranks)}
+        endpoints = await asyncio.to_thread(own_endpoints, request.settings.fabric_interfaces)
         self._rendezvous = Rendezvous(
             ranks=index.ranks,
             key=request.proof_key,
@@ -214,7 +217,12 @@ class ZeroRank:
             remark=self._lifecycle.remark,
             on_connection=self._take_connection,
             on_lost=lambda _member, problem: self._failure.report(problem),
-            welcome={**Offer.from_primary(primary).to_message(), "engine_version": install.version},
+            welcome={
+                **Offer.from_primary(primary).to_message(),
+                "engine_version": install.version,
+                # A rendezvous on one address alone serves nothing on the others.
+                "endpoints": endpoints_message(endpoints) if request.rendezvous[0] in WILDCARDS else [],
+            },
         )
         host, port = self._rendezvous.listen(
             *request.rendezvous, keyed=request.key is not None, insecure=request.insecure
