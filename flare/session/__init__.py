@@ -18,7 +18,7 @@ from flare.session.admission import (
     STRANGER_FRAME_TIMEOUT,
     Admission,
 )
-from flare.session.connect import CONNECT_TIMEOUT, HANDSHAKES_PER_ADDRESS, connect
+from flare.session.connecting import CONNECT_TIMEOUT, HANDSHAKES_PER_ADDRESS, connect
 from flare.session.connection import REQUEST_TIMEOUT, Session, SessionClosedError
 from flare.session.listener import Listener, accept
 

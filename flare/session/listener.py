@@ -15,7 +15,7 @@ from flare.errors import BusyError, FlareError, RemoteProtocolError, Unreachable
 from flare.identity import Identity
 from flare.session.addresses import SocketAddress, format_address, prepare_socket, socket_address
 from flare.session.admission import HANDSHAKE_TIMEOUT, STRANGER_FRAME_TIMEOUT, Admission, Place
-from flare.session.connect import check_hello, drive, version_sentence
+from flare.session.connecting import check_hello, drive, version_sentence
 from flare.session.connection import Session, SessionClosedError
 from flare.wire.handshake import PROTOCOL_VERSION, Responder
 from flare.wire.messages import Hello
