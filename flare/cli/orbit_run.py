@@ -81,6 +81,9 @@ def _launch(
         run_async(_run(controller, request, spawner, persistent=persistent, dry_run=dry_run, detach=detach))
     except OperatorLeftError:
         raise SystemExit(130) from None
+    finally:
+        if spawner is not None:
+            spawner.close()
 
 
 async def _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from flare.errors import LocalProtocolError, UnsupportedError
@@ -57,4 +58,7 @@ async def stage_core(
         return
     size = sum(file.size for file in missing)
     reporter.note(f"Uploading {len(missing)} files, {size:,} bytes, to {zero.name}.")
+    began = time.monotonic()
     await upload_files(client, zero, missing, spawner, streams=streams)
+    seconds = max(time.monotonic() - began, 0.001)
+    reporter.note(f"Uploaded them in {seconds:.1f} s ({size / seconds / 1e6:,.0f} MB/s).")

@@ -106,6 +106,23 @@ def test_ctrl_c_twice_leaves_at_once_and_says_what_remains(orbit: Lab, tmp_path:
     assert states(orbit)["tiny"] != "running"
 
 
+def test_ctrl_c_during_an_upload_starts_nothing(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    core = make_core(tmp_path / "core", ranks=1, size=120 * MIB)
+    with orbit.running("orbit", "run", str(core), *TRUST) as process:
+        read_until(process, "Uploading")
+        orbit.agents["maxwell"].process.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        try:
+            rest = "".join(read_until(process, "Interrupted"))
+            assert process.wait(timeout=20) == 130
+        finally:
+            orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
+        assert "Interrupted: tiny was not started." in rest
+        assert "Traceback" not in rest
+    assert orbit.runs() == []
+
+
 def test_detach_attach_stop_and_rm(orbit: Lab, tmp_path: Path) -> None:
     orbit.paired("maxwell", "hertz")
     core = make_core(tmp_path / "core")
