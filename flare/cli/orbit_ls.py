@@ -61,6 +61,8 @@ def ls(cluster: str | None, as_json: bool) -> None:
 
 def print_runs(runs: Sequence[Run]) -> None:
     """Print one row a run."""
+    from flare.orbit.follow import describe_end
+
     output.table(
         ("group", "state", "phase", "up", "ranks", "url", "launch"),
         [
@@ -78,8 +80,10 @@ def print_runs(runs: Sequence[Run]) -> None:
     )
     for run in runs:
         for rank in run.ranks:
-            if rank.report.reason and rank.report.state == "failed":
-                output.say(f"  {run.name} rank {rank.report.rank} on {rank.node.name}: {rank.report.reason}")
+            report = rank.report
+            if report.state == "failed":
+                end = describe_end(report.status, report.signal, report.reason)
+                output.say(f"  {run.name} rank {report.rank} on {rank.node.name} {end or 'failed.'}")
         if run.missing and run.running:
             output.warn(f"{run.name}: no node that answered knows rank {', '.join(map(str, run.missing))}.")
 

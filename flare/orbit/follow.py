@@ -71,16 +71,24 @@ async def _follow_one(stream: RankStream, reporter: Reporter) -> None:
 
 def describe_exit(message: Exit) -> str:
     """One phrase for how a rank ended."""
-    if message.signal is not None:
+    return describe_end(message.status, message.signal, message.reason) or "ended."
+
+
+def describe_end(status: int | None, signal_number: int | None, reason: str | None) -> str | None:
+    """One phrase for an exit status or a signal; None while neither is known.
+
+    A signal's sender does not say why, so a reason that was given before it is not repeated as if it were one.
+    """
+    if signal_number is not None:
         try:
-            how = f"was ended by {signal.Signals(message.signal).name}"
+            return f"was ended by {signal.Signals(signal_number).name}."
         except ValueError:
-            how = f"was ended by signal {message.signal}"
-    elif message.status == 0:
-        how = "stopped"
-    else:
-        how = f"failed with status {message.status}"
-    return f"{how}: {message.reason}" if message.reason else f"{how}."
+            return f"was ended by signal {signal_number}."
+    if status is None:
+        return None
+    if status == 0:
+        return "stopped."
+    return f"failed with status {status}: {reason}" if reason else f"failed with status {status}."
 
 
 def raise_for_failures(streams: Sequence[RankStream], group: str) -> None:

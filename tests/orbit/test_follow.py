@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from flare.orbit.follow import describe_exit
+from flare.wire.messages import Exit
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (Exit(status=0, reason="serving"), "stopped."),
+        (Exit(status=3), "failed with status 3."),
+        (Exit(status=3, reason="no memory"), "failed with status 3: no memory"),
+        (Exit(signal=9, reason="loading the model"), "was ended by SIGKILL."),
+        (Exit(signal=200), "was ended by signal 200."),
+    ],
+)
+def test_how_a_rank_ended_in_one_phrase(message: Exit, words: str) -> None:
+    assert describe_exit(message) == words
