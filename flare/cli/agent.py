@@ -60,6 +60,81 @@ def join_code(code_file: TextIO | None, as_json: bool) -> None:
     _print_invitation(paths, code, expires, as_json)
 
 
+@agent.command("install")
+@click.option("--listen", metavar="ADDR", help="Address and port; default: config.toml's, or [::]:29900.")
+@click.option("--name", metavar="NAME", help="The node's name; default: the host name.")
+@click.option(
+    "--join-code", "code", metavar="CODE|-", help="Install this code; `-` reads it from standard input."
+)
+@click.option(
+    "--accept-first", is_flag=True, help="Pair with the first controller that connects, without a code."
+)
+@click.option("--dry-run", is_flag=True, help="Print the unit file and the commands, and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def install(
+    listen: str | None, name: str | None, code: str | None, accept_first: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Run the agent as a systemd service of this account, from now on and after every boot.
+
+    Restarting the service ends the ranks that run now. A code for pairing is printed unless this node is
+    paired already.
+    """
+    import sys
+    import time
+
+    from flare.agent import install as installation
+    from flare.agent.pairing import allow_first, install_code
+    from flare.agent.service import installed_executable, parse_listen
+    from flare.cli.output import print_json, say, warn
+    from flare.errors import UsageError
+    from flare.identity import Identity
+    from flare.paths import Paths, check_name
+    from flare.settings import Settings
+    from flare.trust.join_code import decode, format_code, generate
+
+    paths = Paths.from_environment()
+    if code is not None and accept_first:
+        raise UsageError(
+            "--join-code and --accept-first exclude each other: the first proves, the second trusts."
+        )
+    listen = listen or Settings.load(paths).agent.listen
+    parse_listen(listen)
+    options = ["--listen", listen]
+    if name is not None:
+        options += ["--name", check_name(name, "node name")]
+    unit = installation.unit_path(installation.config_home())
+    text = installation.unit_text(installed_executable()[0], options)
+    if code == "-":
+        code = sys.stdin.readline().strip()
+    if code is not None:
+        code = format_code(decode(code))
+    if dry_run:
+        commands = [" ".join(step.command) for step in installation.STEPS]
+        if as_json:
+            print_json({"unit": str(unit), "text": text, "commands": commands})
+            return
+        say(f"Would write {unit}:\n\n{text}")
+        say("Would run:\n" + "\n".join(f"  {command}" for command in commands))
+        return
+    installation.require_systemd()
+    Identity.load_or_create(paths.node_key, "The node key")
+    paired = paths.controllers_file.exists()
+    if code is None and not accept_first and not paired:
+        code = generate()
+    expires = 0
+    if code is not None:
+        expires = install_code(paths, code, time.time())
+    elif accept_first and not paired:
+        expires = allow_first(paths, time.time())
+    installation.write_unit(unit, text)
+    warnings = installation.run_steps()
+    if not as_json:
+        say(f"Installed {unit}; the agent runs.")
+    _print_invitation(paths, code, expires, as_json)
+    for warning in warnings:
+        warn(warning)
+
+
 @agent.command("reset")
 def reset() -> None:
     """Remove the authorized controllers and the pairing code: the node becomes unpaired.
@@ -141,7 +216,13 @@ def _first_line(file: TextIO) -> str:
     return file.read(4096).strip()
 
 
-def _print_invitation(paths: Paths, code: str, expires: int, as_json: bool) -> None:
+def _print_invitation(paths: Paths, code: str | None, expires: int, as_json: bool) -> None:
+    """Print what pairs this node: the code, who it is, and the next command to type on the controller.
+
+    Args:
+        code: None where none was made: the node is paired, or accepts the first controller.
+        expires: Unix seconds; 0 where nothing expires.
+    """
     import socket
     from datetime import datetime
 
@@ -153,32 +234,38 @@ def _print_invitation(paths: Paths, code: str, expires: int, as_json: bool) -> N
 
     identity = Identity.load_or_create(paths.node_key, "The node key")
     running = running_agent(paths.agent_folder / "lock")
+    paired = paths.controllers_file.exists()
     port = int(running.listen[0].rpartition(":")[2]) if running and running.listen else DEFAULT_PORT
     host = socket.gethostname() + ("" if port == DEFAULT_PORT else f":{port}")
     name = running.name if running else default_name()
-    command = f"flare orbit pair {host} --code -"
+    command = f"flare orbit pair {host}" + ("" if code is None else " --code -")
     if as_json:
         print_json(
             {
                 "code": code,
-                "expires": expires,
+                "expires": expires or None,
                 "name": name,
                 "fingerprint": identity.fingerprint,
                 "public_key": identity.public_key.hex(),
                 "command": command,
+                "paired": paired,
                 "running": running is not None,
             }
         )
         return
-    moment = datetime.fromtimestamp(expires).astimezone()
-    say(f"Join code:    {code}")
-    say(f"Good until:   {moment:%Y-%m-%d %H:%M %Z}, for one pairing")
+    moment = f"{datetime.fromtimestamp(expires).astimezone():%Y-%m-%d %H:%M %Z}"
+    if code is not None:
+        say(f"Join code:    {code}")
+        say(f"Good until:   {moment}, for one pairing")
     say(f"Node:         {name}")
     say(f"Fingerprint:  {identity.fingerprint}")
-    say()
-    say("On the controller, type this and then the code; compare the fingerprint that it prints:")
-    say(f"  {command}")
-    if paths.controllers_file.exists():
+    if paired:
         warn("this node is paired already, so no code pairs it now. `flare agent reset` makes it unpaired.")
+    elif code is not None:
+        say("\nOn the controller, type this and then the code; compare the fingerprint that it prints:")
+        say(f"  {command}")
+    else:
+        say(f"\nThe first controller that connects until {moment} is accepted. On the controller:")
+        say(f"  {command}")
     if running is None:
         warn("no agent runs here yet. Start it: `flare agent install`, or `flare agent` in this terminal.")
