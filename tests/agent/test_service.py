@@ -1,0 +1,65 @@
+"""Small decisions of the agent's start."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flare.agent.service import default_name, installed_executable, parse_listen
+from flare.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[::]:29900", ("::", 29900)),
+        ("0.0.0.0:0", ("0.0.0.0", 0)),
+        ("127.0.0.1", ("127.0.0.1", 29900)),
+        (":0", ("::", 0)),
+        (":29901", ("::", 29901)),
+        ("::", ("::", 29900)),
+        ("::1", ("::1", 29900)),
+        ("[::1]:0", ("::1", 0)),
+        ("fd00::0", ("fd00::0", 29900)),
+        ("spark.local:1234", ("spark.local", 1234)),
+    ],
+)
+def test_listening_addresses(text: str, expected: tuple[str, int]) -> None:
+    assert parse_listen(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a b", "host:", "host:x", "[::1", "host:70000"])
+def test_what_is_no_listening_address(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_listen(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("spark-1.local", "spark-1"), ("_odd_", "odd"), ("-x", "x"), ("ünïcode", "n-code"), ("", "unnamed")],
+)
+def test_a_host_name_becomes_a_node_name(monkeypatch: pytest.MonkeyPatch, host: str, name: str) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    assert default_name() == name
+
+
+def test_the_script_is_the_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "flare"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    (tmp_path / "link").symlink_to(script)
+    assert installed_executable(str(tmp_path / "link")) == ((str(script),), str(script))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert installed_executable("flare") == ((str(script),), str(script))
+
+
+@pytest.mark.parametrize(
+    "argv0", ["/somewhere/flare/__main__.py", "/not/there/flare", "nowhere-on-path", "-c"]
+)
+def test_without_a_script_the_module_is(argv0: str) -> None:
+    words, path = installed_executable(argv0)
+    assert words == (sys.executable, "-m", "flare")
+    assert path is not None
+    assert path.endswith("flare/__main__.py")
