@@ -237,7 +237,7 @@ def _primary(header: Header, path: Path | None, what: str) -> Primary:
     text, publisher, signature = _signed_index(header.metadata, what)
     index = CoreIndex.from_text(text)
     _check_table(header, index, what)
-    if path is not None and any(fold(file.path) == fold(path.name) for file in index.files):
+    if path is not None and any(fold(file.path.split("/")[0]) == fold(path.name) for file in index.files):
         raise CoreError(f'{what}: a companion has the primary\'s own name, "{path.name}".')
     return Primary(path, header.size, index, text, publisher, signature, header.data_offset)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,3 +87,30 @@ def test_a_source_that_is_cut_while_it_is_copied(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"Cannot make .*no-such-folder/placed: No such file"):
         place(source(tmp_path), tmp_path / "no-such-folder" / "placed", copy=False)
+
+
+def test_a_disk_that_takes_no_more(tmp_path: Path, elsewhere: Path) -> None:
+    real = source(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"Cannot copy to .*placed: File too large"):
+            place(real, elsewhere / "placed", copy=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_source_that_is_replaced_while_it_is_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = source(tmp_path)
+    link = os.link
+
+    def replace_first(*arguments: Path, **options: bool) -> None:
+        real.rename(tmp_path / "old")
+        real.write_bytes(b"another model")
+        link(*arguments, **options)
+
+    monkeypatch.setattr(os, "link", replace_first)
+    with pytest.raises(StorageError, match="was replaced while it was linked"):
+        place(real, tmp_path / "placed", copy=False)
