@@ -2,7 +2,7 @@
 
     python tools/bench/startup.py [--rounds 15] [--json]
 
-The bars: `flare --version` at most 4 times, `flare orbit status` (of one real, paired agent) at most 12 times.
+The bars: `flare --version` at most 4 times, `flare orbit status` of one real, paired agent at most 12 times.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def paired_agent() -> Iterator[dict[str, str]]:
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
         try:
