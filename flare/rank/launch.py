@@ -30,6 +30,8 @@ from flare_workers.ranges import Ranges
 
 SECOND_SIGNAL_AFTER: Final = 2.0
 """Seconds: the first SIGTERM can come twice, from systemd and from the agent."""
+CAUSE_LIMIT: Final = 0.7
+"""Seconds after a failure in which its cause may still come from elsewhere."""
 VERIFY_LINE_EVERY: Final = 10.0
 """Seconds between two lines about a long verification."""
 HELP_LIMIT: Final = 20.0
@@ -282,7 +284,10 @@ class Failure:
         if not self.future.done():
             self.future.set_result(problem)
 
-    def report_from_thread(self, loop: asyncio.AbstractEventLoop, problem: FlareError) -> None:
-        """The same, for other threads."""
+    def report_later(self, loop: asyncio.AbstractEventLoop, problem: FlareError) -> None:
+        """From another thread: report what is often only the consequence of something worse.
+
+        Where rank zero is gone, its own connection says so within CAUSE_LIMIT.
+        """
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the rank with it
-            loop.call_soon_threadsafe(self.report, problem)
+            loop.call_soon_threadsafe(loop.call_later, CAUSE_LIMIT, self.report, problem)

@@ -235,7 +235,7 @@ class PeerRank:
         self._tunnel = TunnelPeer(
             connector(self._routes, Purpose.ENGINE, request.rank, request.proof_key),
             context.port,
-            lambda problem: self._failure.report_from_thread(
+            lambda problem: self._failure.report_later(
                 loop, UnreachableError(f"The engine's tunnel to rank zero cannot be opened: {problem}")
             ),
         )

@@ -128,7 +128,7 @@ class Rendezvous:
         self._on_connection = on_connection
         self._on_lost = on_lost
         self._welcome = welcome
-        self._pending: dict[asyncio.Task[None], None] = {}
+        self._pending: dict[asyncio.Task[bool], socket.socket] = {}
         self._readers: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
@@ -197,7 +197,7 @@ class Rendezvous:
 
     async def close(self) -> None:
         """End every connection and stop listening."""
-        tasks = [*self._pending, *self._readers]
+        tasks: list[asyncio.Task[Any]] = [*self._pending, *self._readers]
         if self._accepting is not None:
             tasks.append(self._accepting)
         for task in tasks:
@@ -220,33 +220,35 @@ class Rendezvous:
                 # The oldest has had the longest chance; refusing the newest would let idlers lock us out.
                 next(iter(self._pending)).cancel()
             task = asyncio.create_task(self._greet(connection, address))
-            self._pending[task] = None
-            task.add_done_callback(lambda done: self._pending.pop(done, None))
+            self._pending[task] = connection
+            task.add_done_callback(self._greeted)
 
-    async def _greet(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
-        """Check one connection's proof and hand it to whoever it is for."""
-        kept = False
+    def _greeted(self, task: asyncio.Task[bool]) -> None:
+        """Close what nobody took over; a task that was cancelled before its first step cannot do so."""
+        connection = self._pending.pop(task)
+        if task.cancelled() or task.exception() is not None or not task.result():
+            connection.close()
+
+    async def _greet(self, connection: socket.socket, address: tuple[Any, ...]) -> bool:
+        """Check one connection's proof and hand it to whoever it is for; tell whether somebody took it."""
         try:
             connection.setblocking(False)
             set_up(connection)
             async with asyncio.timeout(PROOF_LIMIT):
                 purpose, rank, digest = await self._check_proof(connection)
             if purpose is Purpose.RENDEZVOUS:
-                kept = True
                 await self._join(connection, rank, digest, str(address[0]))
-            elif rank in self.members:
+                return True
+            if rank in self.members:
                 connection.setblocking(True)
-                kept = True
                 self._on_connection(purpose, rank, connection)
-            else:
-                self._refuse(f"{show(address)} opened a connection for rank {rank}, which has not joined")
+                return True
+            self._refuse(f"{show(address)} opened a connection for rank {rank}, which has not joined")
         except (EOFError, TimeoutError, OSError):
             self._refuse(f"{show(address)} did not finish the proof of the launch key")
         except RemoteProtocolError as problem:
             self._refuse(f"{show(address)}: {problem.message}")
-        finally:
-            if not kept:
-                connection.close()
+        return False
 
     async def _check_proof(self, connection: socket.socket) -> tuple[Purpose, int, bytes]:
         loop = asyncio.get_running_loop()

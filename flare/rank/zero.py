@@ -20,6 +20,7 @@ from flare.rank.engine_process import EngineProcess, engine_environment, program
 from flare.rank.engines.base import EngineAdapter, RankContext
 from flare.rank.front import Front, exposure_warning, read_keys
 from flare.rank.launch import (
+    CAUSE_LIMIT,
     Failure,
     RunRequest,
     StopSignals,
@@ -51,11 +52,9 @@ LOADING_LIMIT: Final = 3600.0
 HEALTH_INTERVAL: Final = 0.1
 FAREWELL_LIMIT: Final = 5.0
 """Seconds for the peers to end after they were told."""
-CAUSE_LIMIT: Final = 0.7
-"""Seconds after the engine's death in which a peer's failure, which is then the cause, may still come."""
-WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 QUIET_LIMIT: Final = 2.0
 """Seconds for the engine to finish what the front no longer sees, before SIGTERM."""
+WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 
 
 class ZeroRank:
@@ -210,6 +209,8 @@ class ZeroRank:
         self._ranges = RangeServer(primary, self._remark_from_thread())
         self._tunnels = {rank: TunnelHead(rank) for rank in range(1, index.ranks)}
         endpoints = await asyncio.to_thread(own_endpoints, request.settings.fabric_interfaces)
+        # A rendezvous on one address alone serves nothing on the others.
+        everywhere = request.rendezvous[0] in WILDCARDS and (request.key is not None or request.insecure)
         self._rendezvous = Rendezvous(
             ranks=index.ranks,
             key=request.proof_key,
@@ -220,8 +221,7 @@ class ZeroRank:
             welcome={
                 **Offer.from_primary(primary).to_message(),
                 "engine_version": install.version,
-                # A rendezvous on one address alone serves nothing on the others.
-                "endpoints": endpoints_message(endpoints) if request.rendezvous[0] in WILDCARDS else [],
+                "endpoints": endpoints_message(endpoints) if everywhere else [],
             },
         )
         host, port = self._rendezvous.listen(

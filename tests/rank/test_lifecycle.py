@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from flare.errors import LocalProtocolError
+from flare.rank.lifecycle import COMES_AFTER, MAX_REASON, Lifecycle, Phase
+
+
+def test_each_change_is_one_line_with_seconds_and_why() -> None:
+    said: list[str] = []
+    time = 100.0
+    lifecycle = Lifecycle(said.append, clock=lambda: time)
+    lifecycle.enter(Phase.RESOLVING, "the core x")
+    time = 101.25
+    lifecycle.enter(Phase.VERIFYING, "its bytes")
+    assert said == ["resolving: the core x (0.0 s)", "verifying: its bytes (1.2 s)"]
+    assert lifecycle.uptime == 1.25
+
+
+def test_the_agent_gets_one_json_line_a_change() -> None:
+    read_end, write_end = os.pipe()
+    lifecycle = Lifecycle(lambda _: None, write_end)
+    lifecycle.enter(Phase.RESOLVING, "the core x")
+    for phase in (Phase.VERIFYING, Phase.AGREEING, Phase.LOADING):
+        lifecycle.enter(phase, "on")
+    lifecycle.enter(Phase.SERVING, "it answers", url="http://127.0.0.1:8000")
+    os.close(write_end)
+    with open(read_end) as pipe:
+        lines = [json.loads(line) for line in pipe]
+    assert lines[0] == {"phase": "resolving", "reason": "the core x"}
+    assert lines[-1] == {"phase": "serving", "reason": "it answers", "url": "http://127.0.0.1:8000"}
+
+
+def test_an_agent_that_is_gone_does_not_end_the_rank() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    said: list[str] = []
+    Lifecycle(said.append, write_end).enter(Phase.RESOLVING, "x")
+    os.close(write_end)
+    assert len(said) == 1
+
+
+def test_a_reason_of_several_lines_keeps_the_first_and_shows_all() -> None:
+    said: list[str] = []
+    lifecycle = Lifecycle(said.append, clock=lambda: 0.0)
+    lifecycle.enter(Phase.FAILED, "the engine died\n  its last \x1b[31mwords")
+    assert said == ["failed: the engine died (0.0 s)", "  its last \\x1b[31mwords"]
+    assert lifecycle.reason == "the engine died"
+    assert lifecycle.ended
+
+
+def test_a_long_reason_fits_the_agents_line() -> None:
+    lifecycle = Lifecycle(lambda _: None)
+    lifecycle.enter(Phase.FAILED, "x" * 100_000)
+    assert len(lifecycle.reason) == MAX_REASON
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("before", [None, *Phase])
+def test_only_the_documented_changes_are_possible(before: Phase | None, phase: Phase) -> None:
+    lifecycle = Lifecycle(lambda _: None)
+    lifecycle.phase = before
+    if before in COMES_AFTER[phase]:
+        lifecycle.enter(phase, "why")
+        assert lifecycle.phase is phase
+    else:
+        with pytest.raises(LocalProtocolError, match="cannot go from"):
+            lifecycle.enter(phase, "why")
+
+
+def test_nothing_follows_the_end() -> None:
+    for end in (Phase.STOPPED, Phase.FAILED):
+        assert not any(end in before for before in COMES_AFTER.values())
