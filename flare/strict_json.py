@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -21,9 +22,10 @@ DEFAULT_TEXT_LIMIT = 64 * 1024  # characters in one string member unless its rea
 ErrorClass = Callable[[str], FlareError]
 Item = TypeVar("Item")
 Convert = Callable[[object, str], Item]  # (value, where it stands) -> item; may raise
-# Possessive, and a string may also end with the text: otherwise an unterminated string of escaped quotes
-# is scanned anew from each of them, which takes minutes for a megabyte.
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{\]}]', re.DOTALL)
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+# Outside strings only brackets decide how deep a text is nested, and here either kind counts the same.
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NOT_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 _HEX = re.compile(r"[0-9a-f]*\Z")
 _MISSING: Any = object()
 
@@ -53,14 +55,17 @@ def loads(
         text = data.decode("utf-8") if isinstance(data, bytes) else data
     except UnicodeDecodeError as problem:
         raise error(f"{what} is not UTF-8 (byte {problem.start}).") from None
-    _check_depth(text, what, error)
+    try:
+        _check_depth(data if isinstance(data, bytes) else text.encode(), what, error)
+    except UnicodeEncodeError:
+        raise error(f"{what} has a lone surrogate in a string.") from None
 
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise error(f'{what} has the key "{key[:80]}" twice.')
-            result[key] = value
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            times = Counter(key for key, _ in pairs)
+            twice = next(key for key, _ in pairs if times[key] > 1)
+            raise error(f'{what} has the key "{twice[:80]}" twice.')
         return result
 
     def refuse_constant(text: str) -> NoReturn:
@@ -82,22 +87,26 @@ def loads(
         raise error(f"{what} is not JSON that can be read: a number is too long.") from None
     if not isinstance(value, dict):
         raise error(f"{what} is not a JSON object.")
-    if "\\u" in text or not text.isascii():
+    if _SURROGATE_ESCAPE.search(text):
         _refuse_surrogates(value, what, error)
     return value
 
 
-def _check_depth(text: str, what: str, error: ErrorClass) -> None:
-    """Count brackets outside strings, before the parser recurses."""
-    depth = 0
-    for piece in _STRING_OR_BRACKET.finditer(text):
-        bracket = piece.group()
-        if bracket in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise error(f"{what} is nested deeper than {MAX_DEPTH} levels.")
-        elif bracket in "]}":
-            depth -= 1
+def _check_depth(data: bytes, what: str, error: ErrorClass) -> None:
+    """Count how deep brackets are nested, before the parser recurses.
+
+    Strangers may send megabytes, so this works on the whole text at once and not byte by byte: what stands
+    in strings goes, then every pass removes the innermost pairs. What is no JSON is left to the parser.
+    """
+    outside = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
+    brackets = b"".join(outside).translate(_BRACKETS, _NOT_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        shorter = brackets.replace(b"[]", b"")
+        if len(shorter) == len(brackets):
+            break
+        brackets = shorter
+    if b"[]" in brackets or b"[" * (MAX_DEPTH + 1) in brackets:
+        raise error(f"{what} is nested deeper than {MAX_DEPTH} levels.")
 
 
 def _refuse_surrogates(value: object, what: str, error: ErrorClass) -> None:
