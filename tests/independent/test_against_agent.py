@@ -8,7 +8,9 @@ import json
 import re
 import socket
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ class Agent:
     port: int
     public_key: bytes
     code: str
+    log: list[str]
     controller: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
 
     @contextmanager
@@ -73,10 +76,11 @@ class Agent:
             peer.request("PAIR", self.pair_body(peer))
 
 
-def drain(stream: IO[str]) -> None:
-    """Read what the agent prints, so that it never waits for us."""
-    for _line in stream:
-        pass
+def drain(stream: IO[str], log: list[str]) -> None:
+    """Read what the agent prints, so that it never waits for us; pytest shows it when a test fails."""
+    for line in stream:
+        log.append(line)
+        print(line, end="")
 
 
 @contextmanager
@@ -94,7 +98,8 @@ def running_agent(home: Path) -> Iterator[Agent]:
         bufsize=1,
     )
     assert process.stdout
-    reader = threading.Thread(target=drain, args=(process.stdout,))
+    log: list[str] = []
+    reader = threading.Thread(target=drain, args=(process.stdout, log))
     try:
         for line in process.stdout:
             if found := re.search(r"listens on 127\.0\.0\.1:(\d+)", line):
@@ -102,7 +107,7 @@ def running_agent(home: Path) -> Iterator[Agent]:
         else:
             pytest.fail("the agent ended before it listened")
         reader.start()
-        yield Agent(home, int(found[1]), bytes.fromhex(printed["public_key"]), printed["code"])
+        yield Agent(home, int(found[1]), bytes.fromhex(printed["public_key"]), printed["code"], log)
     finally:
         process.terminate()
         try:
@@ -446,6 +451,44 @@ def test_an_address_holds_at_most_16_unfinished_handshakes(agent: Agent) -> None
     finally:
         for connection in held:
             connection.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on every 127.x.y.z address")
+def test_at_most_64_unfinished_handshakes_and_the_oldest_go(agent: Agent) -> None:
+    held = []
+    try:
+        for host in range(2, 7):
+            for _ in range(15):
+                held.append(
+                    socket.create_connection(
+                        ("127.0.0.1", agent.port), 20, source_address=(f"127.0.0.{host}", 0)
+                    )
+                )
+                held[-1].sendall(decoder.MAGIC)
+        with agent.session():
+            pass
+        for connection in held[: len(held) - 64]:
+            expect_closed(connection)
+        assert 60 <= sum(map(is_open, held)) <= 64
+    finally:
+        for connection in held:
+            connection.close()
+
+
+@pytest.mark.xfail(reason="the log repeats that the log says why")
+def test_the_log_says_why_pairing_was_refused(agent: Agent) -> None:
+    with agent.session() as peer:
+        peer.send("PAIR", agent.pair_body(peer, "AAAA-" * 7 + "AAAA"))
+        expect_error(peer, "pairing_refused")
+    with agent.session() as peer:
+        body = agent.pair_body(peer) | {"controllers": [controllers_record(Ed25519PrivateKey.generate())]}
+        peer.send("PAIR", body)
+        expect_error(peer, "pairing_refused")
+    deadline = time.monotonic() + 10
+    while len(reasons := [line[24:] for line in agent.log if "refused" in line]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(set(reasons)) == len(reasons)
 
 
 def test_a_core_of_several_files(paired: Agent, tmp_path: Path) -> None:
