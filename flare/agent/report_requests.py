@@ -1,4 +1,4 @@
-"""STATUS, METRICS and FABRIC: what a node says about its devices, groups, cores and routes."""
+"""STATUS, METRICS and FABRIC: what a node says about its devices, groups, cores and fabric."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import socket
 from flare.agent.gpus import Reading
 from flare.agent.inventory import inventory
 from flare.agent.node import Node
-from flare.errors import UnreachableError, UnsupportedError
+from flare.errors import UnreachableError
+from flare.fabric.endpoints import Endpoint, read_endpoints
 from flare.session import Session, parse_address
 from flare.wire.messages import (
+    EndpointReport,
     Fabric,
+    FabricReply,
     GpuReport,
     GroupMetrics,
+    LinkReport,
     Metrics,
     MetricsReply,
     Status,
@@ -57,8 +61,28 @@ async def metrics(node: Node, session: Session, request: Metrics) -> None:
 
 
 async def fabric(node: Node, session: Session, request: Fabric) -> None:
-    """Report RoCE endpoints."""
-    raise UnsupportedError("This version of the agent does not report fabric endpoints yet.")
+    """Report the fabric's endpoints as they are now; LLDP daemons may take seconds to answer.
+
+    Raises:
+        ConfigError: an interface that the settings name does not exist.
+    """
+    found = await asyncio.to_thread(read_endpoints, interfaces=node.settings.fabric_interfaces)
+    await session.send(FabricReply(endpoints=tuple(_endpoint(endpoint) for endpoint in found)))
+
+
+def _endpoint(endpoint: Endpoint) -> EndpointReport:
+    link = endpoint.link
+    return EndpointReport(
+        device=endpoint.device,
+        port=endpoint.port,
+        interface=endpoint.interface,
+        address=endpoint.address,
+        prefix=endpoint.prefix,
+        mac=endpoint.mac,
+        pci=endpoint.pci,
+        link=None if link is None else LinkReport(link.speed, link.width),
+        lldp=tuple(neighbour.to_texts() for neighbour in endpoint.lldp),
+    )
 
 
 def _gpu(node: Node, reading: Reading, *, with_metrics: bool = False) -> GpuReport:

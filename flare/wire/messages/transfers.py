@@ -120,7 +120,8 @@ class Transfer(Request[TransferReply]):
         source: whom to fetch from.
         directory: the core directory's name in the cache.
         streams: 1 to 64 connections a file.
-        files: what to fetch.
+        files: what to fetch; ranges count from the start of the file on disk.
+        resume: keep verified blocks when it fails, for the next transfer of the same core.
     """
 
     TAG: ClassVar[Tag] = Tag.TRANSFER
@@ -133,17 +134,21 @@ class Transfer(Request[TransferReply]):
     directory: str
     streams: int
     files: tuple[FileRanges, ...]
+    resume: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
-        return {
-            "grant": self.grant.to_json(),
-            "publisher": self.publisher,
-            "source": self.source.to_json(),
-            "directory": self.directory,
-            "streams": self.streams,
-            "files": [file.to_json() for file in self.files],
-        }
+        return present(
+            {
+                "grant": self.grant.to_json(),
+                "publisher": self.publisher,
+                "source": self.source.to_json(),
+                "directory": self.directory,
+                "streams": self.streams,
+                "files": [file.to_json() for file in self.files],
+                "resume": self.resume or None,
+            }
+        )
 
     @classmethod
     def parse(cls, reader: Reader) -> Transfer:
@@ -158,6 +163,7 @@ class Transfer(Request[TransferReply]):
             directory=reader.text("directory", limit=MAX_NAME_TEXT),
             streams=streams,
             files=reader.list_of("files", FileRanges.parse, limit=MAX_FILES),
+            resume=reader.flag("resume", default=False),
         )
 
 
