@@ -16,8 +16,46 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+
+def _names(kind: str, prefix: str) -> list[str]:
+    """Names from orbit.toml for the shell; a file that cannot be read completes nothing."""
+    from flare.errors import FlareError
+    from flare.orbit.orbit_file import load_orbit_file
+    from flare.paths import Paths
+
+    try:
+        orbit = load_orbit_file(Paths.from_environment().orbit_file)
+    except FlareError:
+        return []
+    names = {
+        "cluster": list(orbit.clusters),
+        "group": list(orbit.groups),
+        "node": [node.name for node in orbit.nodes],
+    }
+    return [name for name in names[kind] if name.startswith(prefix)]
+
+
+def complete_clusters(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete a cluster's name."""
+    return _names("cluster", incomplete)
+
+
+def complete_groups(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete a saved group's name."""
+    return _names("group", incomplete)
+
+
+def complete_nodes(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the last name of a list of nodes."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in _names("node", last)]
+
+
 cluster_option = click.option(
-    "--cluster", metavar="NAME", help="The cluster of orbit.toml to work on; the only one is the default."
+    "--cluster",
+    metavar="NAME",
+    shell_complete=complete_clusters,
+    help="The cluster of orbit.toml to work on; the only one is the default.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for scripts.")
 

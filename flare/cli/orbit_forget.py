@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from flare.cli import output
-from flare.cli.orbit_common import open_controller
+from flare.cli.orbit_common import complete_nodes, open_controller
 
 
 @click.command(short_help="Remove a node from the orbit file.")
-@click.argument("node")
+@click.argument("node", shell_complete=complete_nodes)
 def forget(node: str) -> None:
     """Remove a node from this controller's orbit file. The node itself is not asked and changes nothing.
 

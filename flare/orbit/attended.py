@@ -20,13 +20,16 @@ class OperatorLeftError(Exception):
     """The operator pressed Ctrl-C and was told what became of the group; the command's exit code is 130."""
 
 
-async def run_attended(client: Client, plan: Plan, spawner: SpawnerHandle | None, *, detach: bool) -> None:
+async def run_attended(client: Client, plan: Plan, spawner: SpawnerHandle | None, *, detach: bool) -> Group:
     """Launch a group and follow it to its end, or return once it runs.
 
     Ctrl-C while it is launched takes the launch back; later it stops the group; a second one leaves at once.
 
     Args:
         detach: return once the ranks run.
+
+    Returns:
+        The group as it was started.
 
     Raises:
         OperatorLeftError: Ctrl-C during the launch, or twice.
@@ -41,8 +44,9 @@ async def run_attended(client: Client, plan: Plan, spawner: SpawnerHandle | None
         if detach:
             for stream in group.streams:
                 await stream.session.close()
-            return
-        await follow_group(client, group, first, second)
+        else:
+            await follow_group(client, group, first, second)
+        return group
 
 
 async def _launched(

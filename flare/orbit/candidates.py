@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flare.errors import BusyError, PlacementError, StorageError, UnsupportedError
+from flare.errors import BusyError, PlacementError, UnsupportedError
 from flare.orbit.client import Answer
 from flare.orbit.resolve import Core
 from flare.orbit.runs import RUNNING
@@ -32,7 +32,7 @@ def candidate(answer: Answer[StatusReply], core: Core) -> Node:
     """One answering node as placement sees it."""
     status = answer.reply
     assert status is not None, "only nodes that answered are candidates"
-    held = [report for report in status.cores if _same_core(report, core)]
+    held = [report for report in status.cores if _holds(report, core)]
     running = [group for group in status.groups if group.state == RUNNING]
     return Node(
         name=answer.node.name,
@@ -48,8 +48,16 @@ def candidate(answer: Answer[StatusReply], core: Core) -> Node:
     )
 
 
-def _same_core(report: CoreReport, core: Core) -> bool:
-    return report.verified and report.index_sha256 == core.primary.index_sha256.hex()
+def _holds(report: CoreReport, core: Core) -> bool:
+    """Whether a cache entry saves a transfer of this core.
+
+    What a controller uploaded has no mark of verification until its rank digested it. With all files there
+    at their sizes it still counts: else a second launch could upload the core again, to another node.
+    """
+    if report.index_sha256 != core.primary.index_sha256.hex():
+        return False
+    there = {file.path: file.size for file in report.files}
+    return report.verified or all(there.get(path) == size for path, size in core.files)
 
 
 def _rank_of(report: CoreReport) -> int | None:
@@ -118,24 +126,6 @@ def check_executables(placement: Placement, answers: Sequence[Answer[StatusReply
             )
         found[member.node.name] = executable
     return found
-
-
-def check_room(core: Core, member: Placed, answers: Sequence[Answer[StatusReply]]) -> None:
-    """Refuse to upload a core to a node whose cache cannot take it.
-
-    Raises:
-        StorageError: with both sizes.
-    """
-    for answer in answers:
-        if answer.node.name == member.node.name and answer.reply is not None:
-            free = answer.reply.cache_free
-            if free < core.stored_bytes:
-                raise StorageError(
-                    f"The core has {core.stored_bytes:,} bytes, but the cache of {member.node.name} has "
-                    f"room for "
-                    f"{free:,}. Free some space there (`flare orbit cores` lists its cache), or choose "
-                    f"another node."
-                )
 
 
 def describe_placement(core: Core, placement: Placement) -> list[str]:

@@ -77,7 +77,7 @@ def describe_exit(message: Exit) -> str:
 def describe_end(status: int | None, signal_number: int | None, reason: str | None) -> str | None:
     """One phrase for an exit status or a signal; None while neither is known.
 
-    A signal's sender does not say why, so a reason that was given before it is not repeated as if it were one.
+    A signal's sender does not say why: a reason that was given before it is not repeated as if it were.
     """
     if signal_number is not None:
         try:

@@ -14,23 +14,24 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flare.errors import FlareError, ProtocolError
 from flare.orbit.acceptance import accept_publisher
 from flare.orbit.candidates import (
     check_executables,
     check_name_free,
-    check_room,
     describe_placement,
     place_core,
 )
-from flare.orbit.client import Answer, Client
+from flare.orbit.client import Client
 from flare.orbit.follow import RankStream
 from flare.orbit.orbit_file import edit_orbit_file
 from flare.orbit.orbit_records import NodeEntry
+from flare.orbit.override import Override, read_override
 from flare.orbit.request import LaunchRequest
 from flare.orbit.resolve import Core, resolve_core
-from flare.orbit.staging import stage_core
+from flare.orbit.staging import Staging, check_source, stage_core, stage_executable
 from flare.orbit.stopping import stop_group
 from flare.paths import check_name
 from flare.placement import Placed, Placement
@@ -38,7 +39,7 @@ from flare.session import format_address, parse_address
 from flare.trust.grants import Grant, Member, Package, Source, new_launch_id, sign_grant
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import KIND_RUN_GRANT, KIND_TRANSFER_GRANT
-from flare.wire.messages import Run, Status, StatusReply
+from flare.wire.messages import Run, Status
 from flare_workers.spawner import SpawnerHandle
 
 GRANT_SECONDS = 600  # the specification's ten minutes
@@ -53,8 +54,10 @@ class Plan:
 
     Attributes:
         nodes: the members' nodes in rank order.
-        executables: what each member's agent runs, by node name.
+        executables: what each member runs, by node name.
+        override: an executable of the operator's own instead of the installed ones.
         rendezvous: rank zero's "address:port" for its peers; None with one member.
+        cache_free: bytes that rank zero's cache may still take.
     """
 
     request: LaunchRequest
@@ -64,8 +67,29 @@ class Plan:
     placement: Placement
     nodes: tuple[NodeEntry, ...]
     executables: dict[str, str]
+    override: Override | None
     rendezvous: str | None
-    answers: Sequence[Answer[StatusReply]]
+    cache_free: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The placement for scripts."""
+        return {
+            "group": self.name,
+            "core": str(self.core.reference),
+            "export": self.core.export,
+            "publisher": self.core.primary.fingerprint,
+            "url": self.url,
+            "members": [
+                {
+                    "rank": member.rank,
+                    "node": member.node.name,
+                    "devices": [gpu.index for gpu in member.gpus],
+                    "gpus": [gpu.uuid for gpu in member.gpus],
+                    "holds": member.holds,
+                }
+                for member in self.placement.members
+            ],
+        }
 
     @property
     def url(self) -> str:
@@ -85,6 +109,15 @@ class Group:
     launch: str
     url: str
     streams: list[RankStream]
+
+    def to_json(self) -> dict[str, Any]:
+        """The started group for scripts."""
+        return {
+            "group": self.name,
+            "launch": self.launch,
+            "url": self.url,
+            "members": [{"rank": stream.rank, "node": stream.node.name} for stream in self.streams],
+        }
 
     @property
     def members(self) -> list[tuple[int, NodeEntry]]:
@@ -115,11 +148,21 @@ async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
             reporter.warn(answer.error.message)
     check_name_free(name, answers)
     placement = place_core(core, answers, listed=request.listed, gpu_indices=request.gpus)
-    executables = check_executables(placement, answers)
+    override = read_override(request.executable) if request.executable is not None else None
+    if override is None:
+        executables = check_executables(placement, answers)
+    else:
+        executables = {member.node.name: str(override.path) for member in placement.members}
     entries = {node.name: node for node in request.candidates}
     nodes = tuple(entries[member.node.name] for member in placement.members)
+    check_source(core, nodes[0])
     rendezvous = await _rendezvous(client, nodes) if len(nodes) > 1 else None
-    return Plan(request, core, publisher, name, placement, nodes, executables, rendezvous, tuple(answers))
+    (cache_free,) = (
+        answer.reply.cache_free for answer in answers if answer.node == nodes[0] and answer.reply is not None
+    )
+    return Plan(
+        request, core, publisher, name, placement, nodes, executables, override, rendezvous, cache_free
+    )
 
 
 async def _rendezvous(client: Client, nodes: Sequence[NodeEntry]) -> str:
@@ -171,21 +214,19 @@ async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> G
     launch_id = new_launch_id(plan.name, _now(), secrets.token_bytes(2))
     key = secrets.token_bytes(LAUNCH_KEY_LENGTH)
     grant = _grant(plan, launch_id)
-    if plan.core.source is None:
-        check_room(plan.core, plan.placement.members[0], plan.answers)
     for node in plan.nodes:
         reporter.note(f"{node.name} runs {plan.executables[node.name]}")
-    signed_transfer = sign_grant(client.controller.identity, grant)
-    await stage_core(
-        client,
-        plan.core,
-        plan.nodes[0],
-        plan.nodes,
-        signed_transfer,
-        plan.publisher,
-        spawner,
-        plan.request.streams,
+    if plan.override is not None:
+        await stage_executable(client, plan.override, plan.nodes, spawner)
+    staging = Staging(
+        core=plan.core,
+        nodes=plan.nodes,
+        grant=sign_grant(client.controller.identity, grant),
+        publisher=plan.publisher,
+        streams=plan.request.streams,
+        cache_free=plan.cache_free,
     )
+    await stage_core(client, staging, spawner)
     issued = _now()
     run_grant = replace(
         grant,
@@ -203,7 +244,8 @@ async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> G
         session = await client.open(node)
         try:
             asked.append((rank, node))
-            request = Run(signed, rank, plan.publisher.to_text(), key)
+            executable = plan.override.to_message() if plan.override is not None else None
+            request = Run(signed, rank, plan.publisher.to_text(), key, executable)
             await session.request(request, timeout=RUN_TIMEOUT)
         except BaseException:
             await session.close()

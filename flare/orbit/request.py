@@ -35,6 +35,7 @@ class RunOptions:
     dry_run: bool = False
     detach: bool = False
     transfer_streams: int | None = None
+    executable: str | None = None
     publisher_keys: tuple[str, ...] = ()
     trust_store: str | None = None
     accept_publisher: str | None = None
@@ -62,6 +63,7 @@ class LaunchRequest:
     publisher_keys: tuple[Path, ...]
     trust_store: Path | None
     accept_publisher: str | None
+    executable: Path | None
     definition: GroupDefinition
 
 
@@ -87,15 +89,12 @@ def plan_request(orbit: OrbitFile, options: RunOptions) -> LaunchRequest:
         nodes=options.nodes or base.nodes,
         gpus=base.gpus if options.gpus is None else options.gpus,
         transfer_streams=options.transfer_streams or base.transfer_streams,
-        publisher_keys=options.publisher_keys or base.publisher_keys,
-        trust_store=options.trust_store or base.trust_store,
+        executable=_absolute_path(options.executable or base.executable),
+        publisher_keys=tuple(
+            str(_absolute_path(path)) for path in options.publisher_keys or base.publisher_keys
+        ),
+        trust_store=_absolute_path(options.trust_store or base.trust_store),
     )
-    if definition.executable is not None:
-        raise ConfigError(
-            f"The saved group {base.name} names an executable of its own, which this version does not "
-            f"upload. Remove "
-            f"`executable` from {orbit.path}: its nodes then run their installed Flare."
-        )
     assert definition.core is not None, "a core was given or saved"
     reference = parse_reference(definition.core)
     serving = _serving(base, options.serving)
@@ -114,9 +113,10 @@ def plan_request(orbit: OrbitFile, options: RunOptions) -> LaunchRequest:
         gpus=definition.gpus or None,
         options=serving,
         streams=definition.transfer_streams or DEFAULT_TRANSFER_STREAMS,
-        publisher_keys=tuple(Path(path).expanduser() for path in definition.publisher_keys),
-        trust_store=Path(definition.trust_store).expanduser() if definition.trust_store else None,
+        publisher_keys=tuple(Path(path) for path in definition.publisher_keys),
+        trust_store=Path(definition.trust_store) if definition.trust_store else None,
         accept_publisher=options.accept_publisher,
+        executable=Path(definition.executable) if definition.executable else None,
         definition=replace(definition, nodes=tuple(node.name for node in candidates) if listed else ()),
     )
 
@@ -159,8 +159,13 @@ def _serving(base: GroupDefinition, words: Sequence[str]) -> ServingOptions:
 def _absolute(reference: CoreReference) -> str:
     """The reference as a saved group keeps it: a path here becomes absolute."""
     if isinstance(reference, LocalReference):
-        return str(Path.cwd() / Path(reference.path).expanduser())
+        return str(_absolute_path(reference.path))
     return str(reference)
+
+
+def _absolute_path(path: str | None) -> str | None:
+    """The path as a saved group keeps it, so that it means the same file from every folder."""
+    return None if path is None else str(Path.cwd() / Path(path).expanduser())
 
 
 def parse_indices(text: str) -> tuple[int, ...]:

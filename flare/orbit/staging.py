@@ -4,61 +4,116 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from flare.errors import LocalProtocolError, UnsupportedError
+from flare.errors import LocalProtocolError, StorageError, UnsupportedError
 from flare.orbit.client import Client
 from flare.orbit.orbit_records import NodeEntry
+from flare.orbit.override import Override
 from flare.orbit.resolve import Core
-from flare.orbit.upload import missing_files, upload_files
+from flare.orbit.upload import Upload, core_uploads, missing_files, upload_files
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import SignedRecord
 from flare_workers.spawner import SpawnerHandle
 
 
-async def stage_core(
-    client: Client,
-    core: Core,
-    zero: NodeEntry,
-    members: Sequence[NodeEntry],
-    grant: SignedRecord,
-    publisher: PublisherProfile,
-    spawner: SpawnerHandle | None,
-    streams: int,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """What has to be where before ranks start.
+
+    Attributes:
+        nodes: every member's node in rank order; rank zero's needs the complete core.
+        grant: the signed transfer grant.
+        publisher: the profile that a receiving node verifies with.
+        streams: parallel connections.
+        cache_free: bytes that rank zero's cache may still take.
+    """
+
+    core: Core
+    nodes: Sequence[NodeEntry]
+    grant: SignedRecord
+    publisher: PublisherProfile
+    streams: int
+    cache_free: int
+
+
+def check_source(core: Core, zero: NodeEntry) -> None:
+    """Refuse a core that would have to move from node to node.
+
+    Raises:
+        UnsupportedError: names what to do instead.
+    """
+    if core.source is not None and core.source.name != zero.name:
+        raise UnsupportedError(
+            f"The core is on {core.source.name}, but rank zero was placed on {zero.name}, and this version "
+            f"does not "
+            f"copy a core from node to node. Name {core.source.name} first with --nodes, or run the core "
+            f"from a "
+            "file on this host."
+        )
+
+
+async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | None) -> None:
     """Bring the complete core to rank zero's node.
 
     Args:
-        zero: rank zero's node.
-        members: every member's node in rank order.
-        grant: the signed transfer grant.
-        publisher: the profile that a receiving node verifies with.
         spawner: forks upload workers; needed when the core is on this host.
-        streams: parallel connections.
 
     Raises:
         UnsupportedError: the core is on a node other than rank zero's.
         TransferError, StorageError: it did not arrive.
     """
     reporter = client.controller.reporter
+    core, zero = staging.core, staging.nodes[0]
+    check_source(core, zero)
     if core.source is not None:
-        if core.source.name != zero.name:
-            raise UnsupportedError(
-                f"The core is on {core.source.name}, but rank zero was placed on {zero.name}, and this "
-                f"version does "
-                f"not copy a core from node to node. Name {core.source.name} first with --nodes, or run the "
-                f"core "
-                "from a file on this host."
-            )
         return
     if spawner is None:
         raise LocalProtocolError("A core on this host needs upload workers, and none were started.")
-    missing = await missing_files(client, core, zero)
+    missing = await missing_files(client, core_uploads(core), zero)
     if not missing:
         reporter.note(f"{zero.name} has the core in its cache already.")
         return
     size = sum(file.size for file in missing)
+    check_room(zero, size, staging.cache_free)
     reporter.note(f"Uploading {len(missing)} files, {size:,} bytes, to {zero.name}.")
     began = time.monotonic()
-    await upload_files(client, zero, missing, spawner, streams=streams)
+    await upload_files(client, zero, missing, spawner, streams=staging.streams)
     seconds = max(time.monotonic() - began, 0.001)
     reporter.note(f"Uploaded them in {seconds:.1f} s ({size / seconds / 1e6:,.0f} MB/s).")
+
+
+async def stage_executable(
+    client: Client, override: Override, nodes: Sequence[NodeEntry], spawner: SpawnerHandle | None
+) -> None:
+    """Bring an executable of the operator's own to every node that lacks it.
+
+    Raises:
+        TransferError, StorageError: it did not arrive.
+    """
+    if spawner is None:
+        raise LocalProtocolError("An executable needs upload workers, and none were started.")
+    file = Upload(override.path, "executable", override.name, override.size)
+    for node in nodes:
+        missing = await missing_files(client, [file], node)
+        if missing:
+            client.controller.reporter.note(f"Uploading {override.path} to {node.name} as {override.name}.")
+            await upload_files(client, node, missing, spawner, streams=1)
+
+
+def check_room(node: NodeEntry, size: int, cache_free: int) -> None:
+    """Refuse an upload that the node's cache cannot take.
+
+    Args:
+        size: bytes that it lacks.
+        cache_free: bytes that its cache may still take.
+
+    Raises:
+        StorageError: with both sizes.
+    """
+    if cache_free < size:
+        raise StorageError(
+            f"{size:,} bytes of the core are to be sent, but the cache of {node.name} has room for "
+            f"{cache_free:,}. "
+            "Free some space there (`flare orbit cores` lists its cache), or choose another node."
+        )

@@ -29,22 +29,28 @@ PUT_TIMEOUT = 300.0  # seconds for the node to make room, and again to put the b
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One file that rank zero's node lacks; `size` in bytes."""
+    """One file that a node lacks: where it is here, its kind and name in the node's cache, its bytes."""
 
     path: Path
+    kind: str
     name: str
     size: int
 
 
-async def missing_files(client: Client, core: Core, node: NodeEntry) -> list[Upload]:
-    """Return the files of a core on this host that the node's cache does not hold at their size."""
+def core_uploads(core: Core) -> list[Upload]:
+    """Return every file of a core on this host."""
     folder = Path(core.path).parent
+    return [Upload(folder / path, "core", f"{core.entry}/{path}", size) for path, size in core.files]
+
+
+async def missing_files(client: Client, files: Sequence[Upload], node: NodeEntry) -> list[Upload]:
+    """Return those files that the node's cache does not hold at their size."""
     missing = []
     async with client.session(node) as session:
-        for path, size in core.files:
-            reply = await session.request(Have("core", f"{core.entry}/{path}", size))
+        for file in files:
+            reply = await session.request(Have(file.kind, file.name, file.size))
             if not reply.have:
-                missing.append(Upload(folder / path, f"{core.entry}/{path}", size))
+                missing.append(file)
     return missing
 
 
@@ -121,7 +127,7 @@ class _Sender:
     async def run(self) -> None:
         async with self.gate, self.client.session(self.node) as session:
             ranges = tuple(self.share)
-            request = Put("core", self.file.name, self.file.size, ranges)
+            request = Put(self.file.kind, self.file.name, self.file.size, ranges)
             reply = await session.request(request, timeout=PUT_TIMEOUT)
             if reply.already:
                 self.progress(self.share.total)

@@ -222,6 +222,29 @@ def test_without_a_terminal_the_publisher_must_be_named(flare: Flare, tmp_path: 
     assert "ORG/NAME is a repository" in outcome.err
 
 
+def test_names_of_the_orbit_file_complete(flare: Flare, tmp_path: Path) -> None:
+    from flare.cli.orbit_common import complete_clusters, complete_groups, complete_nodes
+
+    context, parameter = click.Context(orbit), click.Option(["--x"])
+    assert complete_nodes(context, parameter, "") == []
+    write_node(tmp_path, "maxwell", "127.0.0.1:1")
+    write_node(tmp_path, "hertz", "127.0.0.1:2")
+    with orbit_file(tmp_path).open("a") as file:
+        file.write('[cluster.sparks]\nnodes = ["maxwell"]\n[[group]]\nname = "glm"\n')
+    assert complete_nodes(context, parameter, "hertz,m") == ["hertz,maxwell"]
+    assert complete_clusters(context, parameter, "sp") == ["sparks"]
+    assert complete_groups(context, parameter, "") == ["glm"]
+    with orbit_file(tmp_path).open("a") as file:
+        file.write("nonsense")
+    assert complete_groups(context, parameter, "") == []
+
+
+def test_json_of_a_launch_needs_an_end(flare: Flare) -> None:
+    outcome = flare("orbit", "run", "/x.safetensors", "--json")
+    assert outcome.code == 2
+    assert "--json needs --dry-run or --detach" in outcome.err
+
+
 def test_rm_needs_every_node(flare: Flare, tmp_path: Path) -> None:
     write_node(tmp_path, "maxwell", f"127.0.0.1:{closed_port()}")
     outcome = flare("orbit", "rm", "glm")

@@ -5,18 +5,17 @@ from pathlib import Path
 import pytest
 
 from flare.cores.reference import LocalReference, NodeReference
-from flare.errors import BusyError, PlacementError, StorageError, UnreachableError, UnsupportedError
+from flare.errors import BusyError, PlacementError, UnreachableError, UnsupportedError
 from flare.orbit.candidates import (
     check_executables,
     check_name_free,
-    check_room,
     describe_placement,
     needs_of,
     place_core,
 )
 from flare.orbit.client import Answer
 from flare.orbit.resolve import Core, resolve_local
-from flare.wire.messages import CoreReport
+from flare.wire.messages import CachedFile, CoreReport
 from tests.cores.making import write_core
 from tests.orbit.builders import answer, gpu, group_report, node_entry
 
@@ -36,12 +35,14 @@ def core(tmp_path: Path) -> Core:
     return resolve_local(LocalReference(str(primary)))
 
 
-def entry(core: Core, suffix: str = "", *, verified: bool = True, index: str | None = None) -> CoreReport:
+def entry(
+    core: Core, suffix: str = "", *, verified: bool = True, index: str | None = None, files: bool = False
+) -> CoreReport:
     return CoreReport(
         name=core.entry + suffix,
         export=core.export,
         index_sha256=index or core.primary.index_sha256.hex(),
-        files=(),
+        files=tuple(CachedFile(path, size, size) for path, size in core.files) if files else (),
         verified=verified,
         bytes=1,
     )
@@ -57,6 +58,7 @@ def test_a_node_that_holds_the_verified_core_becomes_rank_zero(core: Core) -> No
     for report, first in (
         (entry(core), "hertz"),
         (entry(core, verified=False), "maxwell"),
+        (entry(core, verified=False, files=True), "hertz"),
         (entry(core, index="ab" * 32), "maxwell"),
         (entry(core, "-rank1"), "maxwell"),
     ):
@@ -125,11 +127,3 @@ def test_an_agent_without_an_executable_is_refused(core: Core) -> None:
         check_executables(placement, answers)
     answers[1] = answer(HERTZ, executable="/opt/flare")
     assert check_executables(placement, answers) == {"maxwell": "/usr/bin/flare", "hertz": "/opt/flare"}
-
-
-def test_a_full_cache_is_refused(core: Core) -> None:
-    answers = [answer(MAXWELL, cache_free=1000), answer(HERTZ)]
-    placement = place_core(core, answers, listed=True, gpu_indices=None)
-    with pytest.raises(StorageError, match=r"the cache of maxwell has room for 1,000"):
-        check_room(core, placement.members[0], answers)
-    check_room(core, placement.members[1], answers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 import signal
 from collections.abc import Iterator
@@ -271,6 +272,80 @@ def test_a_large_file_goes_over_several_connections_and_arrives_whole(orbit: Lab
     assert hashlib.sha256(arrived.read_bytes()).digest() == hashlib.sha256(pattern(size)).digest()
     assert orbit.flare("orbit", "stop").code == 0
     assert re.search(r"maxwell +\S+ +3 +\d+\.\d MB +no", orbit.flare("orbit", "cores").out)
+
+
+def test_a_build_of_the_operators_own_runs_on_every_node(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    build = tmp_path / "build"
+    build.write_text(
+        (orbit.folder / "bin/flare").read_text().replace("Path(__file__).parent", f"Path({str(tmp_path)!r})")
+    )
+    words = (
+        "orbit",
+        "run",
+        f"maxwell:{core}",
+        "--name",
+        "glm",
+        "--detach",
+        "--executable",
+        str(build),
+        *TRUST,
+    )
+    refused = orbit.flare(*words)
+    assert refused.code == 2
+    assert f"chmod +x {build}" in refused.err
+    build.chmod(0o755)
+    first = orbit.flare(*words)
+    assert first.code == 0, first
+    assert f"Uploading {build} to maxwell as flare-" in first.err
+    assert f"Uploading {build} to hertz as flare-" in first.err
+    assert orbit.flare("orbit", "stop").code == 0
+    again = orbit.flare(*words, "--json")
+    assert again.code == 0, again
+    assert "Uploading" not in again.err
+    document = json.loads(again.out)
+    assert document["members"] == [{"rank": 0, "node": "maxwell"}, {"rank": 1, "node": "hertz"}]
+    assert orbit.flare("orbit", "stop", document["launch"]).code == 0
+    assert orbit.flare("orbit", "run", str(core), "--executable", str(tmp_path / "none")).code == 11
+    assert orbit.flare("orbit", "run", str(core), "--executable", str(tmp_path)).code == 2
+
+
+def test_a_full_cache_is_refused_before_anything_is_sent(orbit: Lab, tmp_path: Path) -> None:
+    settings = orbit.folder / "maxwell/.config/flare/config.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[agent]\ncache_limit = 2000\n")
+    orbit.paired("maxwell")
+    outcome = orbit.flare("orbit", "run", str(make_core(tmp_path / "core", ranks=1)), *TRUST)
+    assert outcome.code == 9, outcome
+    assert "but the cache of maxwell has room for 2,000" in outcome.err
+    assert "Uploading" not in outcome.err
+
+
+def test_a_group_whose_rank_zero_is_away_is_stopped_as_far_as_it_goes(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    words = (
+        "orbit",
+        "run",
+        str(core),
+        "--nodes",
+        "maxwell,hertz",
+        "--name",
+        "glm",
+        "--served-name",
+        "stay",
+        *TRUST,
+    )
+    assert orbit.flare(*words, "--detach").code == 0
+    orbit.agents["maxwell"].process.kill()
+    orbit.end("maxwell")
+    assert "no node that answered knows rank 0" in orbit.flare("orbit", "ls").err
+    outcome = orbit.flare("orbit", "stop", "glm")
+    assert outcome.code == 4
+    assert "Stopped glm" in outcome.out
+    assert "Ranks on maxwell could not be asked" in outcome.err
+    assert "did not." in orbit.flare("orbit", "stop", "glm").err
 
 
 def test_a_member_that_is_lost_stops_the_others(orbit: Lab, tmp_path: Path) -> None:

@@ -121,10 +121,6 @@ def test_a_saved_group_that_says_what_cannot_be_is_named() -> None:
             "The saved group a: --port is no serving option",
         ),
         (GroupDefinition("a", core="/a", rank_zero=("--threads", "1")), "The saved group a: --threads is no"),
-        (
-            GroupDefinition("a", core="/a", executable="/x"),
-            "The saved group a names an executable of its own",
-        ),
     ):
         with pytest.raises(ConfigError, match=message):
             plan_request(orbit(group), RunOptions(name="a"))
