@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 from flare.agent.cache import Entry
+from flare.agent.connected import while_connected
 from flare.agent.file_requests import open_source
 from flare.agent.gpus import visible_devices
 from flare.agent.inventory import index_of
@@ -24,7 +23,6 @@ from flare.errors import (
     ForbiddenError,
     IntegrityError,
     NotFoundError,
-    RemoteProtocolError,
     UnsupportedError,
 )
 from flare.session import Session
@@ -61,7 +59,7 @@ async def run(node: Node, session: Session, request: messages.Run) -> None:
     node.remember_grant(checked.grant, request.grant.signer)
     pid = await node.ranks.start(rank)
     await session.send(messages.RunReply(pid=pid, launch=spec.launch))
-    await _while_connected(session, _stream(session, rank))
+    await while_connected(session, _stream(session, rank), "a rank")
 
 
 async def _specify(
@@ -142,11 +140,18 @@ async def _complete_core(node: Node, package: Package, pins: contextlib.ExitStac
     return path
 
 
+def _missing_file(node: Node, entry: Entry, files: tuple[str, ...]) -> str | None:
+    for name in files:
+        if node.cache.size_of(node.cache.place("core", f"{entry}/{name}")) is None:
+            return name
+    return None
+
+
 async def attach(node: Node, session: Session, request: messages.Attach) -> None:
     """Stream what a rank said and says."""
     rank = node.ranks.find(request.group, running_only=False)
     await session.send(messages.AttachReply())
-    await _while_connected(session, _stream(session, rank))
+    await while_connected(session, _stream(session, rank), "a rank")
 
 
 async def stop(node: Node, session: Session, request: messages.Stop) -> None:
@@ -170,7 +175,7 @@ async def stop(node: Node, session: Session, request: messages.Stop) -> None:
 
     node.keep(stopping)  # a controller that leaves does not take its order back
     await session.send(messages.StopReply())
-    await _while_connected(session, answer())
+    await while_connected(session, answer(), "a rank")
 
 
 async def remove(node: Node, session: Session, request: messages.Remove) -> None:
@@ -191,30 +196,3 @@ async def _stream(session: Session, rank: Run) -> None:
         await session.send(messages.Log(line.text, line.stream))
     await rank.gone.wait()
     await session.send(exit_of(rank))
-
-
-async def _while_connected(session: Session, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`, but no longer than the peer stays. It may send nothing meanwhile.
-
-    Raises:
-        FlareError: what ended it: the peer's leaving, a frame that was not asked for, or the work itself.
-    """
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_watch(session))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        results = await asyncio.gather(working, watching, return_exceptions=True)
-    if results[0] is None:
-        return
-    for problem in results:
-        if isinstance(problem, Exception):
-            raise problem
-
-
-async def _watch(session: Session) -> None:
-    """End with an error when the peer leaves or speaks out of turn."""
-    request: messages.Message = await session.receive(timeout=None)
-    raise RemoteProtocolError(f"{request.what()} came on a session that follows a rank; use another session.")
