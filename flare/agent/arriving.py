@@ -6,6 +6,7 @@ others are let to end, and the whole file is removed: nothing partial stays.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -101,7 +102,7 @@ class Arrivals:
         """
         if place.entry is None and ranges != Ranges.whole(size):
             raise RemoteProtocolError(f"PUT of a {place.kind} takes the whole file, not ranges of it.")
-        if self._cache.have(place, size)[0]:
+        if (await asyncio.to_thread(self._cache.have, place, size))[0]:
             return None
         if self._cache.size_of(place) is not None:
             raise ConflictError(
@@ -111,7 +112,7 @@ class Arrivals:
         with self._cache.pinned(name):
             await self._cache.make_room(ranges.total)
         # From here to the end there is no await: of two streams for the same bytes exactly one goes on.
-        if self._cache.have(place, size)[0]:
+        if self._cache.size_of(place) == size:
             return None
         file = self._files.get(place)
         if file is None:

@@ -32,13 +32,13 @@ class Authority:
 
     Args:
         path: controllers.toml.
-        on_change: called after every change with the keys that are obeyed now.
+        on_change: called after every change.
 
     Raises:
         ConfigError: the file is there and damaged.
     """
 
-    def __init__(self, path: Path, on_change: Callable[[frozenset[bytes]], None] = lambda _: None) -> None:
+    def __init__(self, path: Path, on_change: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self.on_change = on_change
         self._set: ControllerSet | None = None
@@ -82,7 +82,7 @@ class Authority:
         elif self._set is not None:
             logger.info("the authorized controllers were removed; this node is unpaired")
         self._set = found
-        self._changed()
+        self.on_change()
 
     def adopt(self, controllers: ControllerSet) -> None:
         """Obey this set from now on; it is on disk before anybody is told.
@@ -94,7 +94,7 @@ class Authority:
         write_atomic(self._path, controllers_text(controllers).encode())
         self._set = controllers
         self._stamp = self._look()
-        self._changed()
+        self.on_change()
 
     def apply(self, records: tuple[SignedRecord, ...]) -> int:
         """Apply newer revisions, each signed by a key of the one before; return the revision then.
@@ -111,10 +111,6 @@ class Authority:
             logger.info("controller set: revision %d to %d", controllers.revision, newer.revision)
             self.adopt(newer)
         return newer.revision
-
-    def _changed(self) -> None:
-        keys = () if self._set is None else (entry.public_key for entry in self._set.controllers)
-        self.on_change(frozenset(keys))
 
     def _look(self) -> Stamp | None:
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -240,7 +241,7 @@ class Cache:
         found: list[tuple[float, Path]] = []
         for folder in (self.paths.cores, self.paths.executables):
             for path in folder.iterdir():
-                if not self._pins[path.name]:
+                if not self._pins[path.name] and not _is_locked(path):
                     with contextlib.suppress(FileNotFoundError):
                         found.append((path.lstat().st_mtime, path))
         return min(found)[1] if found else None
@@ -350,6 +351,24 @@ class Cache:
         if not path.exists():
             write_atomic(path, profile.to_text().encode(), mode=0o600)
         return path
+
+
+def _is_locked(path: Path) -> bool:
+    """Tell whether a rank, perhaps one that no agent started, holds its lock on a core directory.
+
+    A rank that locks it after this look finds that its path is another folder, or none, and starts over.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False  # gone, or a link that is not ours
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _delete(path: Path) -> None:

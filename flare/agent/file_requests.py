@@ -149,7 +149,9 @@ async def have(node: Node, session: Session, request: Have) -> None:
     """Say whether the cache holds an entry at that size; a member of a grant may ask about its core."""
     if not node.authority.is_controller(session.peer_key):
         _check_have(node, session, request)
-    found, verified = node.cache.have(node.cache.place(request.kind, request.name), request.size)
+    place = node.cache.place(request.kind, request.name)
+    # In a thread: a marker may have a million ranges.
+    found, verified = await asyncio.to_thread(node.cache.have, place, request.size)
     await session.send(HaveReply(have=found, verified=verified))
 
 

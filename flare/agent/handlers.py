@@ -92,18 +92,24 @@ class Conversations:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._tasks: dict[asyncio.Task[None], Session] = {}
-        self._revoked: set[bytes] = set()
+        self._obeyed = self._keys()
 
-    def only(self, keys: frozenset[bytes]) -> None:
+    def _keys(self) -> frozenset[bytes]:
+        controllers = self._node.authority.controllers
+        return (
+            frozenset(entry.public_key for entry in controllers.controllers) if controllers else frozenset()
+        )
+
+    def revise(self) -> None:
         """End what controllers that are no longer obeyed have open, transfers included.
 
         The conversation that brought the news ends after its reply.
         """
+        removed = self._obeyed - self._keys()
+        self._obeyed = self._keys()
         current = asyncio.current_task()
         for task, session in tuple(self._tasks.items()):
-            if session.peer_key in keys or self._node.is_known(session.peer_key):
-                continue
-            if task is not current:
+            if session.peer_key in removed and task is not current:
                 session.abort("its key was removed from the controller set")
                 task.cancel()
 
@@ -122,7 +128,7 @@ class Conversations:
             return
         except asyncio.CancelledError:
             if session.ended:
-                return  # ended by `only`; nothing else cancels one conversation
+                return  # ended by `revise`; nothing else cancels one conversation
             raise
         except (FlareError, OSError):
             raise

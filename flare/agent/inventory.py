@@ -14,22 +14,29 @@ from pathlib import Path
 
 from flare.agent.cache import Cache, Entry
 from flare.cores.index import CACHED_PRIMARY
-from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, FileStamp, read_marker
+from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, FileStamp, Marker, read_marker
 from flare.cores.primary import load_primary_isolated
 from flare.errors import FlareError
 from flare.files import describe_os_error
 from flare.wire.messages import CachedFile, CoreReport
 
 MAX_REMEMBERED = 256  # indexes whose digest is kept; more cores than that are read again
-MAX_REPORTED_FILES = 2048  # of one core: STATUS has 4 MiB for everything
+MAX_REPORTED_FILES = 10_000  # of all cores: some 120 bytes each, and STATUS has 4 MiB for everything
+MAX_REPORTED_CORES = 2048  # the same reason; placement looks at names, which come first
 
 _known: OrderedDict[FileStamp, str] = OrderedDict()  # one parse a file is enough for the process
 
 
 async def inventory(cache: Cache) -> tuple[CoreReport, ...]:
-    """Return one report a core directory, by name."""
+    """Return one report a core directory, by name; only as many files as STATUS can carry."""
     found = await asyncio.to_thread(_scan, cache)
-    return tuple([await _report(folder, entry, marker) for folder, entry, marker in found])
+    reports = []
+    room = MAX_REPORTED_FILES
+    for folder, entry, marker_name in found[:MAX_REPORTED_CORES]:
+        report = await _report(folder, entry, marker_name, room)
+        room -= len(report.files)
+        reports.append(report)
+    return tuple(reports)
 
 
 def _scan(cache: Cache) -> list[tuple[Path, Entry, str]]:
@@ -50,19 +57,22 @@ def _scan(cache: Cache) -> list[tuple[Path, Entry, str]]:
     return found
 
 
-async def _report(folder: Path, entry: Entry, marker_name: str) -> CoreReport:
-    files = await asyncio.to_thread(_files, folder)
-    marker = await asyncio.to_thread(read_marker, folder / marker_name)
-    verified = marker is not None and marker.holds(folder)
+async def _report(folder: Path, entry: Entry, marker_name: str, room: int) -> CoreReport:
+    files, marker, verified = await asyncio.to_thread(_examine, folder, marker_name)
     index = marker.index_sha256 if marker is not None else await _index_in(folder, entry)
     return CoreReport(
         name=str(entry),
         export=entry.export,
         index_sha256=index,
-        files=tuple(files[:MAX_REPORTED_FILES]),
+        files=tuple(files[:room]),
         verified=verified,
         bytes=sum(file.bytes_on_disk for file in files),
     )
+
+
+def _examine(folder: Path, marker_name: str) -> tuple[list[CachedFile], Marker | None, bool]:
+    marker = read_marker(folder / marker_name)
+    return _files(folder), marker, marker is not None and marker.holds(folder)
 
 
 def _files(folder: Path) -> list[CachedFile]:

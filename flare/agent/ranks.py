@@ -17,6 +17,7 @@ RETAIN_SECONDS = 300.0  # a successful run's history; failures stay until they a
 RETAIN_SUCCESSES = 16  # successful runs kept, in launch order
 GRANT_WINDOW = 660.0  # seconds: a grant lives 600 and may be issued 60 before our clock
 MAX_REMEMBERED = 4096  # launch identifiers; each lives at most a grant's window
+MAX_REPORTED = 1024  # runs; each takes up to some 1.5 kB of the 4 MiB that STATUS has
 SHUTDOWN_GRACE = 10.0  # seconds for ranks to end by themselves when the agent ends
 
 
@@ -177,7 +178,7 @@ class Ranks:
         return None
 
     def reports(self) -> tuple[GroupReport, ...]:
-        """Return what STATUS and METRICS say of every run, oldest first."""
+        """Return what STATUS and METRICS say of the runs, oldest first; of too many the newest."""
         return tuple(
             GroupReport(
                 launch=run.spec.launch,
@@ -195,7 +196,7 @@ class Ranks:
                 url=run.url,
                 reason=run.reason,
             )
-            for run in self.all()
+            for run in self.all()[-MAX_REPORTED:]
         )
 
     # -- ending ----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from flare.errors import RankError, RemoteProtocolError
 
 LAUNCH_VARIABLE = "FLARE_LAUNCH"  # marks every process of a launch, so that orphans can be told apart
 MAX_STATUS_LINE = 16 * 1024  # a phase, a reason and a URL
+MAX_REASON = 1024  # characters of a reason that are kept: STATUS carries it for every run
 SECOND_TERMINATE_AFTER = 2.2  # seconds: a rank takes a second SIGTERM seriously after two
 KILL_AFTER = 10.0  # seconds from the second SIGTERM of a hurried stop to SIGKILL
 START_TIMEOUT = 20.0  # seconds for the keeper to fork; milliseconds unless the machine is drowning
@@ -190,7 +191,9 @@ class Run:
                     strict_json.loads(line, limit=MAX_STATUS_LINE, what="rank status"), "rank status"
                 )
                 self.phase = reader.text("phase", limit=64)
-                self.reason = reader.text("reason", limit=4096, default=None)
+                self.reason = (reader.text("reason", limit=MAX_STATUS_LINE, default=None) or "")[
+                    :MAX_REASON
+                ] or None
                 self.url = reader.text("url", limit=1024, default=self.url)
 
     def _take_control(self, data: bytes) -> None:
@@ -211,10 +214,12 @@ class Run:
                 self._told_gone = True
 
     def _record_exit(self, code: int) -> None:
-        if code < 0:
-            self.signal = -code
-        else:
+        if code >= 0:
             self.status = code
+            return
+        self.signal = -code
+        # What it said last was about its work, not about its end.
+        self.reason = f"ended by {_signal_name(self.signal)}"
 
     def terminate(self) -> None:
         """Ask the rank to drain and end; a second call within its drain changes nothing."""
@@ -263,7 +268,7 @@ class Run:
         self._begun.exception()  # start() may have given up: it was looked at
         if not self._told_gone:
             # Somebody killed the keeper: its leader was killed by the kernel, and the rest came to us.
-            self.reason = self.reason or "its keeper was killed"
+            self.reason = "its keeper was killed"
             if self.signal is None and self.status is None:
                 self.signal = signal.SIGKILL
             await sweep(self.spec.launch, self.pid)
@@ -280,6 +285,13 @@ class Run:
         self.gone.set()
         for call in self.on_gone:
             call()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _filled_pipe(data: bytes) -> int:

@@ -61,7 +61,7 @@ class AgentOptions:
 
 
 def run_agent(paths: Paths, options: AgentOptions) -> None:
-    """Run the agent until SIGTERM or SIGINT.
+    """Run the agent until a signal ends it.
 
     Raises:
         BusyError: another agent runs for this account, or the port is in use.
@@ -209,7 +209,7 @@ async def _node(
         executable_path=executable_path,
     )
     conversations = Conversations(node)
-    authority.on_change = conversations.only
+    authority.on_change = conversations.revise
     try:
         yield node, conversations, sampler
     finally:
@@ -235,14 +235,14 @@ async def listen(listener: Listener, host: str, port: int) -> tuple[SocketAddres
 
 
 class Stopping:
-    """SIGTERM and SIGINT end the agent; the second one ends its ranks without draining."""
+    """SIGTERM, SIGINT and SIGHUP end the agent; the second one ends its ranks without draining."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
         self._again = False
         self._ranks: Ranks | None = None
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._ask)
 
     def _ask(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import itertools
 import os
@@ -413,6 +414,34 @@ def test_no_room(new_agent: Callable[..., Agent], controller: Peer) -> None:
     drive(scenario())
     assert "evicting" in agent.log()
     assert leftovers(agent) == []
+
+
+def test_what_a_rank_has_locked_is_not_evicted(new_agent: Callable[..., Agent], controller: Peer) -> None:
+    agent = new_agent()
+    agent.paths.settings_file.parent.mkdir(parents=True)
+    agent.paths.settings_file.write_text('[agent]\ncache_limit = "4MiB"\n')
+    agent.start("--accept-first")
+    first, second = f"{ENTRY}/core.safetensors", f"{'ef' * 16}-5/core.safetensors"
+
+    async def scenario() -> None:
+        await controller.pair(agent, None)
+        await put(controller, agent, "core", first, body(3 * MIB))
+        descriptor = os.open(agent.paths.cores / ENTRY, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        with pytest.raises(StorageError, match="has room for"):
+            await put(controller, agent, "core", second, body(3 * MIB))
+        os.close(descriptor)
+        await put(controller, agent, "core", second, body(3 * MIB))
+
+    drive(scenario())
+
+
+def test_an_empty_file(paired: Agent, controller: Peer) -> None:
+    name = f"{ENTRY}/model/empty.txt"
+    done = drive(put(controller, paired, "core", name, b"", ()))
+    assert done is not None
+    assert done.bytes == 0
+    assert (paired.paths.cores / name).stat().st_size == 0
 
 
 @pytest.mark.root

@@ -214,7 +214,24 @@ def test_killed_rank(paired: Agent, controller: Peer) -> None:
                 await controller.ask(paired, Remove(group=reply.launch))
             os.kill(reply.pid, signal.SIGKILL)
             _, ended = await lines_to_exit(session)
-            assert ended.signal == signal.SIGKILL
+            assert (ended.signal, ended.reason) == (signal.SIGKILL, "ended by SIGKILL")
+
+    drive(scenario())
+
+
+def test_python_m_flare_starts_ranks_too(new_agent: Callable[..., Agent], controller: Peer) -> None:
+    agent = new_agent(real=True).start("--accept-first")
+
+    async def scenario() -> None:
+        await controller.pair(agent, None)
+        async with controller.session(agent) as session:
+            reply = await session.request(controller.run_request(agent, rendezvous="127.0.0.1:9"))
+            command = Path(f"/proc/{reply.pid}/cmdline").read_bytes().split(b"\0")
+            assert command[1:4] == [b"-m", b"flare", b"run"]
+            await session.receive(messages.Log, timeout=20)  # the real rank speaks: it says its state
+            async with controller.session(agent) as other:
+                await other.request(Stop(now=True))
+                await other.receive(messages.Exit, timeout=30)
 
     drive(scenario())
 

@@ -47,7 +47,7 @@ main()
 
 
 class Agent:
-    """One `flare agent` process. Its own `flare run` is the fake one, unless `real` is set."""
+    """One `flare agent` process with fake ranks, or with `real` set, `python -m flare` with real ones."""
 
     def __init__(self, home: Path, *, real: bool = False, environment: dict[str, str] | None = None) -> None:
         self.home = home
@@ -59,8 +59,9 @@ class Agent:
         }
         self.paths = Paths.from_environment({"HOME": str(home)})
         self.launcher = home / "flare"
+        self.words = [str(self.launcher)]
         if real:
-            self.launcher = Path(sys.executable).with_name("flare")
+            self.words = [sys.executable, "-m", "flare"]
         else:
             text = LAUNCHER.format(python=sys.executable, root=str(ROOT), workers=str(ROOT / "workers"))
             self.launcher.write_text(text)
@@ -71,7 +72,7 @@ class Agent:
     def command(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a `flare` command in the agent's HOME."""
         return subprocess.run(
-            [str(self.launcher), *words],
+            [*self.words, *words],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -83,7 +84,7 @@ class Agent:
         """Start the agent and wait until it listens."""
         with (self.home / "agent.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [str(self.launcher), "agent", "--listen", listen, *words],
+                [*self.words, "agent", "--listen", listen, *words],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
