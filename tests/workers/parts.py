@@ -113,3 +113,38 @@ def open_all(wire: bytes, counter: int, key: bytes = KEY_A) -> list[bytes]:
         wire = wire[2 + size :]
         counter += 1
     return records
+
+
+async def read_all(connection: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes, or what came before the end."""
+    loop = asyncio.get_running_loop()
+    body = bytearray()
+    while len(body) < size:
+        piece = await loop.sock_recv(connection, size - len(body))
+        if not piece:
+            break
+        body += piece
+    return bytes(body)
+
+
+async def wait_until(condition: Callable[[], bool], *, seconds: float = 10.0) -> None:
+    """Wait for something that another process does."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while not condition():
+        assert loop.time() < end, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def open_descriptors(pid: int) -> list[str]:
+    """What a process has open."""
+    folder = Path(f"/proc/{pid}/fd")
+    return sorted(str(link.readlink()).split(":")[0] for link in folder.iterdir())

@@ -71,7 +71,7 @@ class Sink:
 
     def _follow(self, position: int, length: int) -> None:
         start, end = self._window or (position, position)
-        if position != end:  # another range begins: the window before it ends here
+        if position - end > PAGE_CACHE_WINDOW:  # small holes stay inside a window; a large one ends it
             self._turn()
             start = position
         self._window = (start, position + length)
