@@ -156,7 +156,7 @@ async def obtain(
         total = sum(ranges.total for ranges in wanted.values())
         return await _with_progress(work, report, receiver, total, remark)
     except BaseException:
-        receiver.close()
+        receiver.cancel()
         await asyncio.gather(work, return_exceptions=True)
         raise
 
@@ -203,16 +203,18 @@ def _receive(
     with new_entry(root, name) as folder:
         _check_room(folder, sum(ranges.total for ranges in wanted.values()) + len(metadata))
         _create(folder / CACHED_PRIMARY, primary.size, metadata)
-        for number, ranges in wanted.items():
-            file = primary.index.files[number]
-            path = folder / (file.path or CACHED_PRIMARY)
-            if file.path:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _create(path, file.size, b"")
-            if ranges:
-                digests = primary.file_digests(table, number)
-                receiver.receive_file(primary, number, ranges, digests, path)
-        receiver.close()
+        try:
+            for number, ranges in wanted.items():
+                file = primary.index.files[number]
+                path = folder / (file.path or CACHED_PRIMARY)
+                if file.path:
+                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    _create(path, file.size, b"")
+                if ranges:
+                    digests = primary.file_digests(table, number)
+                    receiver.receive_file(primary, number, ranges, digests, path)
+        finally:
+            receiver.close()
         final = publish(folder, primary, wanted, root, name)
     return Found(load_primary(final / CACHED_PRIMARY), True, FolderLock(final))
 

@@ -128,7 +128,7 @@ class RangeReceiver:
         self._streams = streams
         self._connections: list[socket.socket] = []
         self._lock = threading.Lock()
-        self._closed = False
+        self._cancelled = False
         self.received = 0
 
     def receive_file(self, primary: Primary, number: int, ranges: Ranges, table: bytes, path: Path) -> None:
@@ -158,16 +158,23 @@ class RangeReceiver:
                 for task in tasks:
                     task.result()
             except BaseException:
-                self.close()
+                self.cancel()
                 raise
             os.fsync(file.fileno())
 
-    def close(self) -> None:
-        """End every connection; threads that wait on one end with it."""
+    def cancel(self) -> None:
+        """End every connection from another thread; whoever waits on one ends with it."""
         with self._lock:
-            self._closed = True
+            self._cancelled = True
             for connection in self._connections:
                 shut(connection)
+
+    def close(self) -> None:
+        """Close the connections, when no file is being received."""
+        with self._lock:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
 
     def _connection(self, position: int) -> socket.socket:
         with self._lock:
@@ -176,7 +183,7 @@ class RangeReceiver:
         connection = self._connect()
         with self._lock:
             self._connections.append(connection)
-            if self._closed:
+            if self._cancelled:
                 shut(connection)
         return connection
 

@@ -142,11 +142,20 @@ class TunnelHead:
         """Take over a proven, blocking connection that the peer opened."""
         self._sockets.add(connection)
         self._ready.put(connection)
+        if self._sockets.closed:
+            self._drop_reserve()
 
     def close(self) -> None:
         """End everything."""
         self._sockets.close()
-        self._listener.close()
+        self._sockets.drop(self._listener)
+        self._drop_reserve()
+
+    def _drop_reserve(self) -> None:
+        """Close what no engine's connection was joined to."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._sockets.drop(self._ready.get_nowait())
 
     def _accept(self) -> None:
         while not self._sockets.closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,3 +94,11 @@ async def in_turn(*steps: Awaitable[Any]) -> list[Any]:
 def text_of(path: Path) -> str:
     """Return a file's text."""
     return path.read_text(errors="replace")
+
+
+def until_true(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """The same, outside an event loop."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not come true"
+        time.sleep(0.01)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from flare.errors import FlareError
+from flare.rank import tunnel
+from flare.rank.sockets import shut
+from flare.rank.tunnel import TunnelHead, TunnelPeer
+from tests.cores.making import pattern
+from tests.rank.lab import tcp_pair, until_true
+
+
+class Engine:
+    """A loopback server that answers every connection with what it got."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.count = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self.count += 1
+            threading.Thread(target=self._echo, args=(connection,), daemon=True).start()
+
+    def _echo(self, connection: socket.socket) -> None:
+        with connection:
+            while data := connection.recv(65536):
+                connection.sendall(data)
+
+    def close(self) -> None:
+        shut(self.listener)
+        self.listener.close()
+
+
+class Tunnel:
+    """Both ends over pairs of sockets, with an engine behind."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.head = TunnelHead(1)
+        self.failures: list[FlareError | OSError] = []
+        self.peer = TunnelPeer(self.connect, self.engine.port, self.failures.append)
+        self.reserve: list[socket.socket] = []
+        self.refuse = False
+
+    def close(self) -> None:
+        self.peer.close()
+        self.head.close()
+        self.engine.close()
+        # Nothing may be left open: every thread of both ends lets its sockets go.
+        until_true(lambda: not self.peer._sockets._sockets and not self.head._sockets._sockets)
+
+    def connect(self) -> socket.socket:
+        if self.refuse:
+            raise ConnectionRefusedError(111, "Connection refused")
+        peer, zero = tcp_pair()
+        self.reserve.append(zero)
+        self.head.offer(zero)
+        return peer
+
+    def dial(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.head.port), 3)
+
+
+def ended(connection: socket.socket) -> bool:
+    """Tell whether the other side closed or reset the connection."""
+    try:
+        return connection.recv(10) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture
+def lab() -> Iterator[Tunnel]:
+    lab = Tunnel()
+    lab.head.start()
+    lab.peer.start()
+    yield lab
+    lab.close()
+
+
+def test_bytes_go_both_ways_unchanged(lab: Tunnel) -> None:
+    data = pattern(5_000_000)
+    with lab.dial() as connection:
+        sender = threading.Thread(target=connection.sendall, args=(data,))
+        sender.start()
+        got = b""
+        while len(got) < len(data):
+            got += connection.recv(1 << 20)
+        sender.join()
+    assert hashlib.sha256(got).digest() == hashlib.sha256(data).digest()
+
+
+def test_many_connections_one_after_the_other(lab: Tunnel) -> None:
+    for number in range(40):
+        with lab.dial() as connection:
+            connection.sendall(bytes([number]))
+            assert connection.recv(10) == bytes([number])
+    until_true(lambda: lab.engine.count == 40)
+    # The reserve is filled again, and what ended was let go.
+    until_true(lambda: len(lab.peer._sockets._sockets) == tunnel.RESERVE)
+
+
+def test_several_connections_at_once(lab: Tunnel) -> None:
+    connections = [lab.dial() for _ in range(tunnel.RESERVE * 3)]
+    for number, connection in enumerate(connections):
+        connection.sendall(bytes([number]))
+    for number, connection in enumerate(connections):
+        assert connection.recv(10) == bytes([number])
+        connection.close()
+
+
+def test_the_end_of_one_direction_arrives(lab: Tunnel) -> None:
+    with lab.dial() as connection:
+        connection.sendall(b"last words")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == b"last words"
+        assert connection.recv(100) == b""
+
+
+def test_an_engine_that_is_gone_ends_the_heads_connection(lab: Tunnel) -> None:
+    lab.engine.close()
+    with lab.dial() as connection:
+        connection.sendall(b"anybody?")
+        connection.settimeout(5)
+        assert ended(connection)
+
+
+def test_connections_in_reserve_that_ended_are_passed_over(lab: Tunnel) -> None:
+    until_true(lambda: len(lab.reserve) == tunnel.RESERVE)
+    for zero in lab.reserve[:2]:
+        zero.shutdown(socket.SHUT_RDWR)
+    with lab.dial() as connection:
+        connection.sendall(b"x")
+        assert connection.recv(10) == b"x"
+
+
+def test_without_a_peer_the_engines_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnel, "TAKE_LIMIT", 0.05)
+    head = TunnelHead(1)
+    head.start()
+    with socket.create_connection(("127.0.0.1", head.port)) as connection:
+        connection.settimeout(3)
+        assert connection.recv(1) == b""
+    head.close()
+
+
+def test_a_peer_that_cannot_reach_rank_zero_says_so_once_per_connection(lab: Tunnel) -> None:
+    lab.refuse = True
+    with lab.dial() as connection:
+        connection.sendall(b"x")
+        assert connection.recv(10) == b"x"
+    until_true(lambda: lab.failures)
+    assert isinstance(lab.failures[0], ConnectionRefusedError)
+
+
+def test_closing_ends_running_connections(lab: Tunnel) -> None:
+    with lab.dial() as connection:
+        connection.sendall(b"x")
+        assert connection.recv(10) == b"x"
+        lab.head.close()
+        connection.settimeout(3)
+        assert ended(connection)
+    until_true(lambda: not lab.head._sockets._sockets)
+
+
+def test_the_loopback_ports_are_open_to_this_machine_alone(lab: Tunnel) -> None:
+    assert lab.head._listener.getsockname()[0] == "127.0.0.1"
