@@ -22,7 +22,7 @@ from flare.wire.messages import Hello
 
 BACKLOG = 128  # connections that the kernel keeps for us; the limits above it are ours
 STRANGER_POLL = 0.05  # seconds between looks for a free stranger's place
-_IN_USE = frozenset({errno.EADDRINUSE})
+_NO_SUCH_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 ACCEPT_PAUSE = 0.2  # seconds after accept failed for want of descriptors: they come back as sessions end
 
 HelloFor = Callable[[bytes], Hello]
@@ -175,21 +175,27 @@ class Listener:
         except (OSError, UnicodeError):
             raise UnreachableError(f"Cannot listen on {host}: the name does not resolve.") from None
         opened: list[socket.socket] = []
-        try:
-            for family, _, _, _, address in dict.fromkeys(found):
+        failures: list[OSError] = []
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
                 opened.append(_listening_socket(family, address))
-        except OSError as problem:
+            except OSError as problem:
+                failures.append(problem)
+        # One kind of address that this host lacks (IPv6, often) does not keep the other from listening.
+        failures = [problem for problem in failures if not opened or problem.errno not in _NO_SUCH_ADDRESS]
+        if failures:
+            first = failures[0]
             for sock in opened:
                 sock.close()
             where = format_address(host or "0.0.0.0", port)  # noqa: S104 (a message)
-            if problem.errno in _IN_USE:
+            if first.errno == errno.EADDRINUSE:
                 raise BusyError(
                     f"Cannot listen on {where}, another program does (an agent already?). Stop it, "
                     "or choose another address with --listen."
-                ) from None
+                )
             raise UnreachableError(
-                f"Cannot listen on {where} ({problem.strerror}). Choose an address that this host has."
-            ) from None
+                f"Cannot listen on {where} ({first.strerror}). Choose an address that this host has."
+            )
         self._sockets += opened
         for sock in opened:
             self._start(self._accept_forever(sock))

@@ -224,6 +224,18 @@ def test_silence_during_the_handshake() -> None:
     )
 
 
+def test_a_connect_that_is_cancelled() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), answering(_silent) as port:
+            task = asyncio.create_task(reach(port))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+
+
 def responding(identity: Identity, then: Callable[[Connection], Awaitable[None]]) -> Answer:
     """A peer that shakes hands and then does something else."""
 

@@ -295,6 +295,21 @@ def test_data_where_none_was_asked_for() -> None:
     play(test)
 
 
+def test_another_frame_that_had_begun() -> None:
+    async def test(ours: Session, theirs: Session) -> None:
+        assert theirs._socket is not None
+        theirs._socket.send(theirs._send_cipher.seal(encode_header(Tag.LOG, 12)))
+        waiting = asyncio.create_task(ours.receive(Log))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        theirs._socket.send(theirs._send_cipher.seal(b'{"line":"x"}'))
+        with pytest.raises(RemoteProtocolError, match="sent a frame that was not asked for"):
+            await ours.receive_data(10)
+
+    play(test)
+
+
 def test_more_data_than_asked_for() -> None:
     async def test(ours: Session, theirs: Session) -> None:
         await theirs.send_data(b"x" * 11)

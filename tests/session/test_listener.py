@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from typing import Any
@@ -121,6 +122,64 @@ def test_several_addresses() -> None:
     play(main())
 
 
+def test_ipv6() -> None:
+    async def main() -> None:
+        bob = Listener(BOB, bobs_hello, lambda key: True, echo)
+        try:
+            [(host, port)] = await bob.listen("::1", 0)
+        except UnreachableError:
+            pytest.skip("this host has no IPv6")
+        alice = await connect(host, port, ALICE, hello=ALICES_HELLO, local_address="::1")
+        assert alice.remote_address == ("::1", port)
+        assert alice.peer_name == f"[::1]:{port}"
+        await alice.close()
+        await bob.close()
+
+    play(main())
+
+
+def test_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = listener._listening_socket
+
+    def without(family: int, address: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported")
+        return real(family, address)
+
+    async def both(*arguments: Any, **more: Any) -> list[Any]:
+        addresses = ((socket.AF_INET6, ("::", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0)))
+        return [(family, socket.SOCK_STREAM, 6, "", address) for family, address in addresses]
+
+    async def main() -> None:
+        monkeypatch.setattr(listener, "_listening_socket", without)
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+        bob = Listener(BOB, bobs_hello, lambda key: True, echo)
+        [(host, _)] = await bob.listen("", 0)
+        assert host == "127.0.0.1"
+        await bob.close()
+
+    play(main())
+
+
+def test_one_of_two_addresses_that_is_taken() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+
+            async def both(*arguments: Any, **more: Any) -> list[Any]:
+                addresses = (("127.0.0.2", port), ("127.0.0.1", port))
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+            loop = asyncio.get_running_loop()
+            loop.getaddrinfo = both  # type: ignore[method-assign]
+            bob = Listener(BOB, bobs_hello, lambda key: True, echo)
+            with pytest.raises(BusyError, match="another program does"):
+                await bob.listen("several.example", port)
+            assert bob._sockets == []
+
+    play(main())
+
+
 def test_an_address_that_is_taken() -> None:
     async def main() -> None:
         async with listening(echo) as (bob, port):
@@ -160,16 +219,24 @@ def test_a_wrong_magic(words: bytes) -> None:
     play(main())
 
 
+class Blind(Initiator):
+    """Does not notice that the peer has its own key."""
+
+    def _check_proof(self, *arguments: Any) -> bytes:
+        own, self._public_key = self._public_key, bytes(32)
+        try:
+            return super()._check_proof(*arguments)
+        finally:
+            self._public_key = own
+
+
 def test_our_own_key() -> None:
     async def main() -> None:
         async with listening(echo) as (_, port):
             sock = await plain(port)
-            machine = Initiator(BOB.sign, BOB.public_key)
-            machine._public_key = bytes(32)  # so that the initiator itself does not notice
-            sock.send(machine.to_send())
-            machine.receive(await asyncio.get_running_loop().sock_recv(sock, 1000))
-            machine._public_key = BOB.public_key
-            sock.send(bytes(114))
+            machine = Blind(BOB.sign, BOB.public_key)
+            await drive(sock, machine)
+            assert machine.peer_public_key == BOB.public_key
             assert await closed(sock)
             sock.close()
 

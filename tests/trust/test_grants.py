@@ -218,6 +218,11 @@ def test_strict_bodies(path: str, value: Any, sentence: str) -> None:
         open_grant(sign(CONTROLLER, body), KIND_RUN_GRANT)
 
 
+def test_a_grant_without_members() -> None:
+    with pytest.raises(RemoteProtocolError, match='"members" is empty'):
+        open_grant(signed(RUN_GRANT, members=(), transfer_fabric=None), KIND_RUN_GRANT)
+
+
 def test_a_ring_is_no_chain() -> None:
     body = json.loads(SIGNED_RUN.body)
     body["transfer_fabric"] |= {"ring": True, "chain": True}
