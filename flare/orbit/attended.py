@@ -162,16 +162,14 @@ def _tell_what_remains(client: Client, group: Group) -> None:
 
 @contextmanager
 def _interrupts(first: asyncio.Event, second: asyncio.Event) -> Iterator[None]:
-    """Turn SIGINT (and SIGTERM, as a service manager sends it) into the two events while the block runs."""
+    """Turn Ctrl-C into the two events while the block runs; other signals end the command, not the group."""
 
     def interrupted() -> None:
         (second if first.is_set() else first).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        loop.remove_signal_handler(signal.SIGINT)

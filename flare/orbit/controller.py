@@ -10,8 +10,7 @@ from flare.identity import Identity
 from flare.orbit.orbit_file import load_orbit_file
 from flare.orbit.orbit_records import OrbitFile
 from flare.orbit.reporter import Reporter
-from flare.paths import Paths
-from flare.printable import printable
+from flare.paths import Paths, safe_component
 from flare.trust.controllers import ControllerSet
 
 
@@ -76,8 +75,5 @@ def read_controllers(orbit: OrbitFile) -> ControllerSet | None:
 
 def own_name() -> str:
     """This host's name, as a controller is called by default."""
-    name = "".join(
-        character if character.isascii() and (character.isalnum() or character in "._-") else "-"
-        for character in socket.gethostname().split(".")[0]
-    ).lstrip("._-")
-    return printable(name[:63]) or "controller"
+    name = safe_component(socket.gethostname().split(".")[0])[:63].lstrip("._-")
+    return name or "controller"

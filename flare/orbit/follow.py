@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from flare.errors import FlareError, RankError
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.reporter import Reporter
+from flare.printable import printable
 from flare.session import Session
 from flare.wire.messages import Exit, Log, Message
 
@@ -54,7 +55,8 @@ async def _follow_one(stream: RankStream, reporter: Reporter) -> None:
         while True:
             message: Message = await stream.session.receive(Log, Exit)
             if isinstance(message, Log):
-                reporter.say(f"{stream.label} {message.line}")
+                # A line break in it would let a rank write lines in another rank's name.
+                reporter.say(f"{stream.label} {printable(message.line)}")
             elif isinstance(message, Exit):
                 stream.exit = message
                 reporter.say(f"{stream.label} {describe_exit(message)}")
@@ -88,7 +90,7 @@ def describe_end(status: int | None, signal_number: int | None, reason: str | No
         return None
     if status == 0:
         return "stopped."
-    return f"failed with status {status}: {reason}" if reason else f"failed with status {status}."
+    return f"failed with status {status}: {printable(reason)}" if reason else f"failed with status {status}."
 
 
 def raise_for_failures(streams: Sequence[RankStream], group: str) -> None:

@@ -31,7 +31,7 @@ from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.override import Override, read_override
 from flare.orbit.request import LaunchRequest
 from flare.orbit.resolve import Core, resolve_core
-from flare.orbit.staging import Staging, check_source, stage_core, stage_executable
+from flare.orbit.staging import Staging, stage_core, stage_executable
 from flare.orbit.stopping import stop_group
 from flare.paths import check_name
 from flare.placement import Placed, Placement
@@ -155,7 +155,6 @@ async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
         executables = {member.node.name: str(override.path) for member in placement.members}
     entries = {node.name: node for node in request.candidates}
     nodes = tuple(entries[member.node.name] for member in placement.members)
-    check_source(core, nodes[0])
     rendezvous = await _rendezvous(client, nodes) if len(nodes) > 1 else None
     (cache_free,) = (
         answer.reply.cache_free for answer in answers if answer.node == nodes[0] and answer.reply is not None

@@ -1,4 +1,4 @@
-"""The complete core comes to rank zero before anything runs: read in place, there already, or uploaded."""
+"""The complete core comes to rank zero before anything runs: read in place, uploaded, or fetched."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flare.errors import LocalProtocolError, StorageError, UnsupportedError
+from flare.errors import LocalProtocolError, StorageError
 from flare.orbit.client import Client
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.override import Override
 from flare.orbit.resolve import Core
+from flare.orbit.transfers import complete_files, transfer
 from flare.orbit.upload import Upload, core_uploads, missing_files, upload_files
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import SignedRecord
+from flare.wire.messages import Transfer, TransferSource
 from flare_workers.spawner import SpawnerHandle
 
 
@@ -37,22 +39,6 @@ class Staging:
     cache_free: int
 
 
-def check_source(core: Core, zero: NodeEntry) -> None:
-    """Refuse a core that would have to move from node to node.
-
-    Raises:
-        UnsupportedError: names what to do instead.
-    """
-    if core.source is not None and core.source.name != zero.name:
-        raise UnsupportedError(
-            f"The core is on {core.source.name}, but rank zero was placed on {zero.name}, and this version "
-            f"does not "
-            f"copy a core from node to node. Name {core.source.name} first with --nodes, or run the core "
-            f"from a "
-            "file on this host."
-        )
-
-
 async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | None) -> None:
     """Bring the complete core to rank zero's node.
 
@@ -60,13 +46,14 @@ async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | 
         spawner: forks upload workers; needed when the core is on this host.
 
     Raises:
-        UnsupportedError: the core is on a node other than rank zero's.
-        TransferError, StorageError: it did not arrive.
+        TransferError, IntegrityError, StorageError: it did not arrive.
+        UnreachableError: a node does not answer.
     """
     reporter = client.controller.reporter
     core, zero = staging.core, staging.nodes[0]
-    check_source(core, zero)
     if core.source is not None:
+        if core.source.name != zero.name:
+            await _fetch_from(client, staging, core.source)
         return
     if spawner is None:
         raise LocalProtocolError("A core on this host needs upload workers, and none were started.")
@@ -81,6 +68,30 @@ async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | 
     await upload_files(client, zero, missing, spawner, streams=staging.streams)
     seconds = max(time.monotonic() - began, 0.001)
     reporter.note(f"Uploaded them in {seconds:.1f} s ({size / seconds / 1e6:,.0f} MB/s).")
+
+
+async def _fetch_from(client: Client, staging: Staging, source: NodeEntry) -> None:
+    """Have rank zero's node fetch the complete core from the node that holds it."""
+    core, zero = staging.core, staging.nodes[0]
+    ranks = {node.name: rank for rank, node in enumerate(staging.nodes)}
+    client.controller.reporter.note(f"{zero.name} fetches the core from {source.name}.")
+    request = Transfer(
+        grant=staging.grant,
+        publisher=staging.publisher.to_text(),
+        source=TransferSource(source.name, source.public_key, source.address, ranks.get(source.name)),
+        directory=core.entry,
+        streams=staging.streams,
+        files=complete_files(core),
+    )
+    label = f"{source.name} to {zero.name}"
+    reply = await transfer(client, zero, request, label=label, total=core.stored_bytes)
+    if reply.bytes:
+        rate = reply.bytes / max(reply.seconds, 0.001) / 1e6
+        client.controller.reporter.note(
+            f"{zero.name} fetched {reply.bytes:,} bytes in {reply.seconds:.1f} s ({rate:,.0f} MB/s)."
+        )
+    else:
+        client.controller.reporter.note(f"{zero.name} had everything in its cache already.")
 
 
 async def stage_executable(
