@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -194,6 +195,8 @@ def _in_processes(
 
 def _start_deaf(process: BaseProcess) -> None:
     """Start a process that a Ctrl-C does not reach, not even while it begins: the parent ends it."""
+    # Starting this helper of multiprocessing's unblocks the signal, so it comes first.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
