@@ -23,6 +23,10 @@ START_LIMIT: Final = 20.0
 """Seconds for the keeper to start the program; milliseconds unless the machine is drowning."""
 TERMINATE_LIMIT: Final = 10.0
 """Seconds from SIGTERM to SIGKILL: by then no request runs, so a healthy engine needs one."""
+KEEPER_LIMIT: Final = 10.0
+"""Seconds for the keeper to kill everything: one process that hangs in the kernel must not hold us up."""
+OUTPUT_LIMIT: Final = 0.3
+"""Seconds after the end in which the last output is waited for."""
 LAST_LINES: Final = 12
 """How much of a dead engine's output is shown."""
 MAX_LINE: Final = 4096
@@ -48,6 +52,8 @@ class EngineProcess:
         self._gone = asyncio.Event()
         self._keeper: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._status = -int(signal.SIGKILL)
+        """What it ended with; where even the keeper was killed, it was too."""
 
     async def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the program.
@@ -75,18 +81,21 @@ class EngineProcess:
                     pass_fds=[theirs.fileno()],
                 )
             except OSError as problem:
+                control.close()
+                self._control = None
                 raise EngineError(f"{self.name} cannot be started: {problem.strerror}.") from None
         assert self._keeper.stdout is not None
         started: asyncio.Future[int] = loop.create_future()
-        self._tasks = [
-            asyncio.create_task(self._watch(control, started)),
-            asyncio.create_task(self._read(self._keeper.stdout)),
-        ]
+        reading = asyncio.create_task(self._read(self._keeper.stdout))
+        self._tasks = [reading, asyncio.create_task(self._watch(control, started, reading))]
         try:
             self.pid = await asyncio.wait_for(started, START_LIMIT)
         except TimeoutError:
             await self.kill()
             raise EngineError(f"{self.name} could not be started within {START_LIMIT:.0f} s.") from None
+        except EngineError:
+            await self.kill()
+            raise
 
     async def stop(self, seconds: float = TERMINATE_LIMIT) -> None:
         """Send SIGTERM, then SIGKILL after `seconds`; return when nothing of it is left."""
@@ -99,7 +108,10 @@ class EngineProcess:
         """Kill the whole tree; return when nothing of it is left."""
         self._order(keeper.KILL)
         if self._keeper is not None:
-            await self._gone.wait()
+            try:
+                await asyncio.wait_for(self._gone.wait(), KEEPER_LIMIT)
+            except TimeoutError:
+                self._keeper.kill()  # it does not obey; the kernel tells its child, which then ends too
             await self._keeper.wait()
         if self._control is not None:
             self._control.close()
@@ -127,26 +139,23 @@ class EngineProcess:
             with contextlib.suppress(OSError):
                 self._control.send(order)
 
-    async def _watch(self, control: socket.socket, started: asyncio.Future[int]) -> None:
+    async def _watch(
+        self, control: socket.socket, started: asyncio.Future[int], reading: asyncio.Task[None]
+    ) -> None:
         """Follow what the keeper tells, to its end."""
         loop = asyncio.get_running_loop()
         text = b""
         try:
-            while True:
-                try:
-                    piece = await loop.sock_recv(control, 4096)
-                except OSError:
-                    piece = b""
-                if not piece:
-                    return
+            while piece := await _received(loop, control):
                 *lines, text = (text + piece).split(b"\n")
                 for line in lines:
                     self._heed(line.decode("utf-8", "replace"), started)
+            # Its last lines are in the pipe already; let them be read before anybody asks for them.
+            await asyncio.wait({reading}, timeout=OUTPUT_LIMIT)
         finally:
             if not started.done():
                 started.set_exception(EngineError(f"{self.name} could not be started: its keeper ended."))
-            if not self.exited.done():
-                self.exited.set_result(-signal.SIGKILL)
+            self._set_exited()
             self._gone.set()
 
     def _heed(self, line: str, started: asyncio.Future[int]) -> None:
@@ -155,14 +164,14 @@ class EngineProcess:
             started.set_result(int(rest))
         elif word == "failed" and not started.done():
             started.set_exception(EngineError(f"{self.name} could not be started: {printable(rest)}."))
-        elif word == "exited" and not self.exited.done():
-            # Its last lines are in the pipe already; let them be read before anybody asks for them.
-            loop = asyncio.get_running_loop()
-            loop.call_later(0.05, self._set_exited, int(rest))
+        elif word == "exited":
+            self._status = int(rest)
+            # The rest of its tree is being killed; a process that hangs in the kernel must not hide the end.
+            asyncio.get_running_loop().call_later(OUTPUT_LIMIT, self._set_exited)
 
-    def _set_exited(self, status: int) -> None:
+    def _set_exited(self) -> None:
         if not self.exited.done():
-            self.exited.set_result(status)
+            self.exited.set_result(self._status)
 
     async def _read(self, output: asyncio.StreamReader) -> None:
         rest = b""
@@ -180,6 +189,14 @@ class EngineProcess:
         text = printable(line[:MAX_LINE].decode("utf-8", "replace").rstrip())
         if text and not self._on_line(text):
             self._hidden.append(text)
+
+
+async def _received(loop: asyncio.AbstractEventLoop, control: socket.socket) -> bytes:
+    """Return the next bytes of the keeper; empty when it is gone."""
+    try:
+        return await loop.sock_recv(control, 4096)
+    except OSError:
+        return b""
 
 
 ENGINE_VARIABLES: Final = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "CUDA_VISIBLE_DEVICES", "FLARE_LAUNCH")
