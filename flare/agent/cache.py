@@ -7,9 +7,10 @@
 | bin/flare-<16 hex> | uploaded executables, named by their content |
 | publishers/<fingerprint>.toml | public profiles that controllers passed |
 | arriving/ | files that are still being received; emptied when the agent starts |
+| resuming/<entry>/ | files of a transfer that can be resumed, with a journal of their verified blocks |
 
 A published file is 0444 (0555 for executables) and never opened for writing again: new bytes go to a new
-file, which is then linked to its name. Nothing is ever replaced.
+file, which is then linked to its name. Nothing is replaced, except by a file that has more of the same core.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.folders import check_file_path, open_below, parent_of, stat_below
-from flare.cores.marker import AGENT_MARKER, Marker, read_marker
+from flare.cores.marker import AGENT_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
+    BusyError,
     ConflictError,
     FlareError,
     ForbiddenError,
@@ -120,6 +122,7 @@ class Cache:
         self._limit = limit
         self._pins: Counter[str] = Counter()
         self.arriving = paths.cache / "arriving"
+        self.resuming = paths.cache / "resuming"
 
     def prepare(self) -> None:
         """Make the folders, and remove what a killed agent left half received.
@@ -129,7 +132,14 @@ class Cache:
         """
         shutil.rmtree(self.arriving, ignore_errors=True)
         paths = self.paths
-        for folder in (paths.cores, paths.blobs, paths.executables, paths.publisher_profiles, self.arriving):
+        for folder in (
+            paths.cores,
+            paths.blobs,
+            paths.executables,
+            paths.publisher_profiles,
+            self.arriving,
+            self.resuming,
+        ):
             ensure_private_folder(folder)
 
     # -- names -----------------------------------------------------------------------------------
@@ -211,7 +221,8 @@ class Cache:
         """Return the bytes on disk of cores, blobs and executables; linked files count once."""
         seen: set[int] = set()
         total = 0
-        for folder in (self.paths.cores, self.paths.blobs, self.paths.executables, self.arriving):
+        paths = self.paths
+        for folder in (paths.cores, paths.blobs, paths.executables, self.arriving, self.resuming):
             for information in _files_below(folder):
                 if information.st_ino not in seen:
                     seen.add(information.st_ino)
@@ -239,12 +250,16 @@ class Cache:
 
     def _least_recently_used(self) -> Path | None:
         found: list[tuple[float, Path]] = []
-        for folder in (self.paths.cores, self.paths.executables):
+        for folder in (self.paths.cores, self.paths.executables, self.resuming):
             for path in folder.iterdir():
                 if not self._pins[path.name] and not _is_locked(path):
                     with contextlib.suppress(FileNotFoundError):
                         found.append((path.lstat().st_mtime, path))
         return min(found)[1] if found else None
+
+    def remove_blob(self, name: str) -> None:
+        """Remove a blob whose content proved not to be what its name says."""
+        (self.paths.blobs / name).unlink(missing_ok=True)
 
     def _take_away(self, path: Path) -> Path:
         """Rename a folder or file out of the cache, so that no half of it is ever seen."""
@@ -311,6 +326,46 @@ class Cache:
             arrived.unlink(missing_ok=True)
         if self.size_of(place) != size:
             raise ConflictError(f"The cache holds another file named {place.path}. Remove it there first.")
+
+    def replace(self, arrived: Path, place: Place) -> None:
+        """Put a received file in the place of a published one that has fewer ranges of the same bytes.
+
+        Whoever reads the old one keeps it.
+
+        Raises:
+            BusyError: a rank serves from that core directory.
+            StorageError: it cannot be renamed.
+        """
+        if _is_locked(place.folder):
+            raise BusyError(f"A rank serves from {place.folder.name}. Stop it, then try again.")
+        self.begin_writing(place)
+        try:
+            arrived.chmod(place.mode)
+            with parent_of(place.folder, place.path) as (descriptor, name):
+                os.replace(arrived, name, dst_dir_fd=descriptor)
+                os.fsync(descriptor)
+        except OSError as problem:
+            raise describe_os_error(problem, "Cannot publish") from None
+
+    def borrow(self, entry: Entry, place: Place) -> bool:
+        """Give a core directory the file that another one has already; return whether it had it."""
+        source = self.entry_folder(entry) / place.path
+        try:
+            ensure_private_folder(place.folder)
+            self._link(source, place.folder, place.path)
+        except FileNotFoundError:
+            return False
+        except OSError as problem:
+            raise describe_os_error(problem, "Cannot link") from None
+        return True
+
+    def mark(self, entry: Entry, marker: Marker, name: str = AGENT_MARKER) -> None:
+        """Say which bytes of a core directory are verified; they are on the disk.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        write_marker(self.entry_folder(entry) / name, marker)
 
     def _link(self, source: Path, folder: Path, path: str) -> None:
         with parent_of(folder, path, create=True) as (descriptor, name):
