@@ -180,10 +180,11 @@ class Keeper:
 
     def _listen(self, seconds: float) -> None:
         """Wait for an order, an ended child, or the time."""
-        descriptors = [self._wakeup]
+        poll = select.poll()  # not select(): the starter's descriptors may have any number
+        poll.register(self._wakeup, select.POLLIN)
         if self._control is not None:
-            descriptors.append(self._control.fileno())
-        ready, _, _ = select.select(descriptors, [], [], seconds)
+            poll.register(self._control.fileno(), select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         if self._wakeup in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wakeup, 4096)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from flare.agent.cache import Cache, Place
 from flare.errors import BusyError, ConflictError, IntegrityError, RemoteProtocolError, TransferError
 from flare.files import describe_os_error
 from flare_workers.ranges import Ranges
+
+QUIET_LIMIT = 600.0  # seconds without a stream: its controller has gone, and the bytes take room
 
 Digest = Callable[[int, str, int], Awaitable[bytes]]
 """digest(descriptor, name, size): put the file on the disk and return its SHA-256, in a worker."""
@@ -26,17 +29,17 @@ class _File:
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.size = size
-        self.claimed = Ranges()  # being written now, or written
+        self.active: list[Ranges] = []  # what streams write now
         self.done = Ranges()
-        self.streams = 0
         self.failed = False
+        self.quiet_since = 0.0
         self.descriptor = os.open(
             path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
 
     @property
     def complete(self) -> bool:
-        return self.done.total == self.size
+        return self.done.total == self.size and not self.active
 
     def close(self) -> None:
         """Close and remove; a published file has its name elsewhere."""
@@ -66,13 +69,11 @@ class Stream:
             TransferError: another share failed, so that the file was removed.
             ConflictError, StorageError: it cannot be published.
         """
-        self._file.done = self._file.done.union(self.ranges)
-        await self._arrivals.release(self._place, self._file)
+        await self._arrivals.release(self._place, self._file, self.ranges)
 
     def fail(self) -> None:
         """Say that the share did not come; the file goes when its last stream has ended."""
-        self._file.failed = True
-        self._arrivals.drop(self._place, self._file)
+        self._arrivals.drop(self._place, self._file, self.ranges)
 
 
 class Arrivals:
@@ -126,22 +127,26 @@ class Arrivals:
             raise ConflictError(f"{place.path} is being received with another size.")
         if file.failed:
             raise BusyError(f"{place.path} is being given up after a failure. Send it again in a moment.")
-        if file.claimed.intersection(ranges).runs:
+        if any(active.intersection(ranges).runs for active in file.active):
             raise BusyError(f"Another stream writes the same bytes of {place.path}.")
-        file.claimed = file.claimed.union(ranges)
-        file.streams += 1
+        # Bytes that came before and come again, from a controller that starts over, are not there meanwhile.
+        file.done = file.done.difference(ranges)
+        file.active.append(ranges)
         self._cache.begin_writing(place)
         self._cache.pin(name)
         return Stream(self, place, file, ranges)
 
-    async def release(self, place: Place, file: _File) -> None:
+    async def release(self, place: Place, file: _File, ranges: Ranges) -> None:
         """End a stream that succeeded; see `Stream.finish`."""
         if file.failed:
-            self.drop(place, file)
+            self.drop(place, file, ranges)
             raise TransferError(f"Another stream of {place.path} failed, so that the file was given up.")
+        file.active.remove(ranges)
+        file.done = file.done.union(ranges)
         if not file.complete:
             self._unpin(place, file)
             return
+        file.active.append(ranges)  # nobody may write while it is digested
         try:
             # What the name does not say nobody can check here: a rank digests it before it loads.
             if place.digest:
@@ -163,16 +168,26 @@ class Arrivals:
                 "It was removed; check the source and send it again."
             )
 
-    def drop(self, place: Place, file: _File) -> None:
-        """End a stream of a file that is given up; the last one removes it."""
+    def drop(self, place: Place, file: _File, ranges: Ranges) -> None:
+        """End a stream that failed, or one of a file that is given up; the last one removes the file."""
+        file.failed = True
+        file.active.remove(ranges)
         self._unpin(place, file)
-        if file.streams == 0 and self._files.get(place) is file:
+        if not file.active and self._files.get(place) is file:
             del self._files[place]
             file.close()
 
     def _unpin(self, place: Place, file: _File) -> None:
-        file.streams -= 1
+        file.quiet_since = time.monotonic()
         self._cache.unpin(place.path if place.entry is None else str(place.entry))
+
+    def forget_quiet(self) -> None:
+        """Remove files of which only parts came, and nobody has sent another for long."""
+        now = time.monotonic()
+        for place, file in tuple(self._files.items()):
+            if not file.active and now - file.quiet_since >= QUIET_LIMIT:
+                del self._files[place]
+                file.close()
 
     def close(self) -> None:
         """Give up everything: the agent ends."""

@@ -16,7 +16,13 @@ from flare.agent.file_requests import open_source
 from flare.agent.gpus import visible_devices
 from flare.agent.inventory import index_of
 from flare.agent.node import Node
-from flare.agent.rank_command import RankFiles, needs_complete_core, rank_command, rank_environment
+from flare.agent.rank_command import (
+    RankFiles,
+    needs_complete_core,
+    rank_command,
+    rank_environment,
+    split_rendezvous,
+)
 from flare.agent.run import RankSpec, Run
 from flare.errors import (
     ConflictError,
@@ -89,6 +95,7 @@ async def _specify(
         # A single process has nobody to prove itself to.
         launch_key=None if grant.single_host else request.launch_key,
         expires=grant.expires,
+        rendezvous_port=split_rendezvous(grant)[1] if member.rank == 0 and not grant.single_host else None,
     )
 
 

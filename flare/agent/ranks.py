@@ -187,7 +187,7 @@ class Ranks:
                 rank=run.spec.rank,
                 ranks=run.spec.ranks,
                 gpus=run.spec.gpus,
-                pid=run.pid,
+                pid=run.pid if run.running else None,
                 state=run.state,
                 phase=run.phase,
                 status=run.status,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Collection
 
 from flare.agent.gpus import Reading
 from flare.agent.inventory import inventory
@@ -45,7 +46,7 @@ async def status(node: Node, session: Session, request: Status) -> None:
             engines=await node.refresh_engines(),
             cache_free=free,
             address=address,
-            rendezvous_port=free_rendezvous_port(),
+            rendezvous_port=free_rendezvous_port({run.spec.rendezvous_port for run in node.ranks.running()}),
         )
     )
 
@@ -135,9 +136,15 @@ async def local_address_toward(toward: str) -> str:
     raise UnreachableError(f"This node has no route to {host}.")
 
 
-def free_rendezvous_port() -> int | None:
-    """Return the first port from 29800 up that nothing listens on now; None where all are taken."""
+def free_rendezvous_port(taken: Collection[int | None] = ()) -> int | None:
+    """Return the first port from 29800 up that is free now; None where all are taken.
+
+    Args:
+        taken: ports of rank zeroes that may not have bound theirs yet.
+    """
     for port in range(FIRST_RENDEZVOUS_PORT, FIRST_RENDEZVOUS_PORT + RENDEZVOUS_PORTS):
+        if port in taken:
+            continue
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -40,6 +40,7 @@ class RankSpec:
         environment: the rank's whole environment.
         launch_key: 32 bytes for the launch-key descriptor, or None for none.
         expires: Unix seconds when the grant can no longer start anything.
+        rendezvous_port: that rank zero listens on here; None for other ranks.
     """
 
     launch: str
@@ -52,6 +53,7 @@ class RankSpec:
     environment: Mapping[str, str] = field(repr=False)
     launch_key: bytes | None = field(default=None, repr=False)
     expires: float = 0.0
+    rendezvous_port: int | None = None
 
 
 class Run:

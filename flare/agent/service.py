@@ -175,6 +175,7 @@ async def _node(
     def each_second() -> None:
         authority.refresh()
         pairing.forget_used_code()
+        arrivals.forget_quiet()
 
     async def digest(descriptor: int, file: str, size: int) -> bytes:
         job = Hash(
@@ -189,8 +190,8 @@ async def _node(
         assert result.sha256 is not None
         return result.sha256
 
-    sampler = Sampler(devices, ranks, each_second=each_second)
     arrivals = Arrivals(cache, digest)
+    sampler = Sampler(devices, ranks, each_second=each_second)
     executable, executable_path = installed_executable()
     node = Node(
         identity=identity,

@@ -187,6 +187,20 @@ def test_put_in_disjoint_ranges_at_the_same_time(paired: Agent, controller: Peer
     assert (paired.paths.cores / name).read_bytes() == data
 
 
+def test_a_controller_that_starts_over_sends_the_same_bytes_again(paired: Agent, controller: Peer) -> None:
+    data = body(4 * MIB)
+    name = f"{ENTRY}/core.safetensors"
+    halves = (((0, 2 * MIB),), ((2 * MIB, 2 * MIB),))
+
+    async def scenario() -> None:
+        await put(controller, paired, "core", name, data[::-1], halves[0])  # and never the rest of that
+        for half in halves:
+            await put(controller, paired, "core", name, data, half)
+
+    drive(scenario())
+    assert (paired.paths.cores / name).read_bytes() == data
+
+
 def test_two_streams_for_the_same_bytes(paired: Agent, controller: Peer) -> None:
     data = body(4 * MIB)
     name = f"{ENTRY}/core.safetensors"

@@ -1,0 +1,111 @@
+"""Files on their way into the cache, without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from flare.agent import arriving
+from flare.agent.arriving import Arrivals
+from flare.agent.cache import Cache, Entry
+from flare.errors import BusyError, IdentityError, TransferError
+from flare.paths import Paths
+from flare_workers.ranges import Ranges
+from tests.agent.world import drive
+
+ENTRY = Entry("ab" * 16, 100)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    cache = Cache(Paths.from_environment({"HOME": str(tmp_path)}))
+    cache.prepare()
+    return cache
+
+
+def arrivals_of(cache: Cache) -> Arrivals:
+    async def digest(descriptor: int, name: str, size: int) -> bytes:
+        return hashlib.sha256(os.pread(descriptor, size, 0)).digest()
+
+    return Arrivals(cache, digest)
+
+
+def left(cache: Cache) -> int:
+    return len(list(cache.arriving.iterdir()))
+
+
+def test_one_failed_share_gives_the_file_up(cache: Cache) -> None:
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        place = cache.place("core", f"{ENTRY}/core.safetensors")
+        first = await arrivals.begin(place, 100, Ranges.of(((0, 50),)))
+        second = await arrivals.begin(place, 100, Ranges.of(((50, 50),)))
+        assert first is not None
+        assert second is not None
+        first.fail()
+        assert left(cache) == 1  # the other one still writes
+        with pytest.raises(BusyError, match="is being given up"):
+            await arrivals.begin(place, 100, Ranges.of(((0, 50),)))
+        with pytest.raises(TransferError, match=r"Another stream of .* failed"):
+            await second.finish()
+        assert left(cache) == 0
+        assert await arrivals.begin(place, 100, Ranges.whole(100)) is not None
+        arrivals.close()
+        assert left(cache) == 0
+
+    drive(scenario())
+
+
+def test_quiet_parts_are_forgotten(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        place = cache.place("core", f"{ENTRY}/core.safetensors")
+        stream = await arrivals.begin(place, 100, Ranges.of(((0, 50),)))
+        assert stream is not None
+        monkeypatch.setattr(arriving, "QUIET_LIMIT", 0.0)
+        arrivals.forget_quiet()
+        assert left(cache) == 1  # it is not quiet
+        await stream.finish()
+        arrivals.forget_quiet()
+        assert left(cache) == 0
+
+    drive(scenario())
+
+
+def test_nobody_writes_while_a_file_is_digested(cache: Cache) -> None:
+    data = b"x" * 100
+    name = f"{hashlib.sha256(data).hexdigest()}.safetensors"
+
+    async def scenario() -> None:
+        place = cache.place("blob", name)
+
+        async def digest(descriptor: int, file: str, size: int) -> bytes:
+            with pytest.raises(BusyError):
+                await arrivals.begin(place, 100, Ranges.whole(100))
+            return hashlib.sha256(os.pread(descriptor, size, 0)).digest()
+
+        arrivals = Arrivals(cache, digest)
+        stream = await arrivals.begin(place, 100, Ranges.whole(100))
+        assert stream is not None
+        os.pwrite(stream.descriptor, data, 0)
+        await stream.finish()
+        assert cache.have(place, 100) == (True, True)
+
+    drive(scenario())
+
+
+def test_pins_add_up(cache: Cache) -> None:
+    with cache.pinned("x"):
+        cache.pin("x")
+        assert cache._pins["x"] == 2
+    cache.unpin("x")
+    assert "x" not in cache._pins
+
+
+def test_a_folder_that_others_may_write_to_is_refused(cache: Cache) -> None:
+    cache.paths.cores.chmod(0o777)
+    with pytest.raises(IdentityError, match="Others may write"):
+        cache.prepare()
