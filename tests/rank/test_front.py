@@ -1,0 +1,433 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from flare.errors import BusyError, ConfigError, IdentityError, NotFoundError
+from flare.rank import front as module
+from flare.rank.engines.llama_cpp import LlamaCpp
+from flare.rank.front import Front, exposure_warning, read_keys
+from flare.rank.metrics import MetricsDocument, Serving, prometheus
+from tests.rank.lab import run, until
+
+PATH = "/v1/completions"
+
+
+class Upstream:
+    """A stand-in for the engine: real HTTP, with handlers that the test controls."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.seen: list[web.Request] = []
+        self.cancelled = 0
+        self.metrics = "llamacpp:prompt_tokens_total 5\nllamacpp:requests_processing 0\n"
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        application = web.Application()
+        application.router.add_post(PATH, self.complete)
+        application.router.add_get("/v1/models", self.models)
+        application.router.add_get("/metrics", self.tell)
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"data": []})
+
+    async def tell(self, _request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(request)
+        body = await request.json()
+        if "status" in body:
+            return web.json_response({"error": "x"}, status=body["status"])
+        if body.get("stream"):
+            return await self.stream(request, body)
+        if body.get("wait"):
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return web.json_response({"got": body}, headers={"X-Secret": "engine"})
+
+    async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if body.get("die"):
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+class Lab:
+    """A front before an upstream, and a client."""
+
+    def __init__(self, keys: frozenset[bytes] = frozenset()) -> None:
+        self.state = "serving"
+        self.document = MetricsDocument(
+            Serving("model", 4096, 1000), state=lambda: self.state, uptime=lambda: 1.5, wall_clock=lambda: 7.0
+        )
+        self.time = 0.0
+        self.front = Front(LlamaCpp(), self.document, lambda: self.state, keys, lambda: self.time)
+        self.upstream = Upstream()
+        self.client: aiohttp.ClientSession
+        self.url = ""
+
+    def post(self, body: dict[str, Any], **options: Any) -> Any:
+        return self.client.post(self.url + PATH, json=body, **options)
+
+    async def status(self, body: dict[str, Any] | None = None, **options: Any) -> int:
+        async with self.post(body or {}, **options) as response:
+            await response.read()
+            status: int = response.status
+            return status
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    slots: int = 2, keys: frozenset[bytes] = frozenset(), engine: bool = True
+) -> AsyncIterator[Lab]:
+    lab = Lab(keys)
+    await lab.upstream.start()
+    lab.url = await lab.front.start("127.0.0.1", 0)
+    if engine:
+        lab.front.open(lab.upstream.port, slots)
+    async with aiohttp.ClientSession() as client:
+        lab.client = client
+        yield lab
+    await lab.front.close()
+    await lab.upstream.close()
+
+
+def test_a_request_goes_through_and_only_its_own_headers() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            headers = {"Authorization": "Bearer secret", "X-Forwarded-For": "1.2.3.4", "Cookie": "a=b"}
+            async with lab.post({"prompt": "hi"}, headers=headers) as response:
+                assert await response.json() == {"got": {"prompt": "hi"}}
+                assert "X-Secret" not in response.headers
+            seen = lab.upstream.seen[0].headers
+            assert not {"Authorization", "X-Forwarded-For", "Cookie"} & set(seen)
+            assert lab.document.requests.completed_total == 1
+            async with lab.client.get(lab.url + "/v1/models") as response:
+                assert await response.json() == {"data": []}
+
+    run(work())
+
+
+def test_events_are_not_held_back() -> None:
+    async def work() -> None:
+        async with opened() as lab, lab.post({"stream": True}) as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            assert await response.content.readany() == b"data: 1\n\n"  # the second is not written yet
+            assert lab.document.requests.active == 1
+            lab.upstream.release.set()
+            assert await response.read() == b"data: [DONE]\n\n"
+
+    run(work())
+
+
+def test_a_client_that_leaves_cancels_the_engines_work() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            async with lab.post({"stream": True}) as response:
+                await response.content.readany()
+                response.close()
+            await until(lambda: lab.upstream.cancelled == 1)
+            await until(lambda: lab.document.requests.failed_total == 1)
+            task = asyncio.create_task(lab.status({"wait": True}))
+            await until(lambda: len(lab.upstream.seen) == 2)
+            task.cancel()
+            await until(lambda: lab.upstream.cancelled == 2)
+            assert lab.front.busy == 0
+
+    run(work())
+
+
+def test_more_requests_wait_in_line_and_then_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_FACTOR", 2)
+
+    async def work() -> None:
+        async with opened(slots=1) as lab:
+            tasks = [asyncio.create_task(lab.status({"wait": True})) for _ in range(3)]
+            counts = lab.document.requests
+            await until(lambda: (counts.active, counts.queued) == (1, 2))
+            async with lab.post({}) as response:
+                assert response.status == 429
+                assert response.headers["Retry-After"] == "5"
+                assert (await response.json())["error"]["type"] == "queue_full"
+            assert len(lab.upstream.seen) == 1
+            tasks[2].cancel()  # one that waits leaves: its place is free
+            await until(lambda: counts.queued == 1)
+            lab.upstream.release.set()
+            assert await asyncio.gather(*tasks[:2]) == [200, 200]
+            assert (counts.active, counts.queued, counts.completed_total) == (0, 0, 2)
+
+    run(work())
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            assert await lab.front.drain(1) is True  # nothing runs
+        async with opened() as lab:
+            task = asyncio.create_task(lab.status({"wait": True}))
+            await until(lambda: lab.upstream.seen)
+            draining = asyncio.create_task(lab.front.drain(5))
+            await asyncio.sleep(0.05)
+            async with lab.client.get(lab.url + "/health") as response:
+                assert (response.status, await response.json()) == (503, {"status": "draining"})
+            async with lab.post({}) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "5")
+            assert not draining.done()
+            lab.upstream.release.set()
+            assert await draining is True
+            assert await task == 200
+
+    run(work())
+
+
+def test_a_drain_ends_in_time() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            task = asyncio.create_task(lab.status({"wait": True}))
+            await until(lambda: lab.upstream.seen)
+            assert await lab.front.drain(0.05) is False
+            assert lab.front.busy == 1
+            task.cancel()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/props", 404, "not_found"),
+        ("POST", "/completion", 404, "not_found"),
+        ("GET", "/v1/../slots", 404, "not_found"),
+        ("POST", "/v1/completions/", 404, "not_found"),
+        ("GET", PATH, 405, "method_not_allowed"),
+        ("OPTIONS", PATH, 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+def test_only_the_listed_paths_exist(method: str, path: str, status: int, code: str) -> None:
+    async def work() -> None:
+        async with opened() as lab, lab.client.request(method, lab.url + path) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["type"] == code
+            assert not lab.upstream.seen
+
+    run(work())
+
+
+def test_a_form_that_a_foreign_page_could_send_is_refused() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            async with lab.client.post(lab.url + PATH, data=b'{"prompt": 1}') as response:
+                assert response.status == 415
+            assert not lab.upstream.seen
+
+    run(work())
+
+
+def test_a_body_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BODY", 1000)
+
+    async def work() -> None:
+        async with opened() as lab:
+            assert await lab.status({"prompt": "x" * 2000}) == 413
+            assert lab.front.busy == 0
+
+    run(work())
+
+
+def test_keys_are_asked_for_where_there_are_any(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# clients\nfirst\n\nsecond\n")
+    file.chmod(0o600)
+
+    async def work() -> None:
+        async with opened(keys=read_keys(str(file))) as lab:
+            for header, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer third"}, 401),
+                ({"Authorization": "Basic first"}, 401),
+                ({"Authorization": "Bearer # clients"}, 401),
+                ({"Authorization": "Bearer first"}, 200),
+                ({"Authorization": "bearer second"}, 200),
+            ):
+                assert await lab.status({}, headers=header) == status, header
+            for open_path in ("/health", "/metrics"):
+                async with lab.client.get(lab.url + open_path) as response:
+                    assert response.status == 200
+
+    run(work())
+
+
+def test_a_key_file_that_gives_no_protection_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with pytest.raises(NotFoundError):
+        read_keys(str(file))
+    file.write_text("# none\n")
+    file.chmod(0o644)
+    with pytest.raises(IdentityError, match="can be read by others"):
+        read_keys(str(file))
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="holds 0 keys"):
+        read_keys(str(file))
+    assert read_keys(None) == frozenset()
+
+
+def test_health_tells_the_state_from_the_start() -> None:
+    async def work() -> None:
+        async with opened(engine=False) as lab:
+            lab.state = "verifying"
+            async with lab.client.get(lab.url + "/health") as response:
+                assert (response.status, await response.json()) == (503, {"status": "verifying"})
+            async with lab.post({}) as response:
+                assert response.status == 503
+                assert "verifying" in (await response.json())["error"]["message"]
+            async with lab.client.get(lab.url + "/metrics?format=json") as response:
+                assert (await response.json())["prompt_tokens_total"] is None
+            lab.state = "serving"
+            async with lab.client.get(lab.url + "/health") as response:
+                assert (response.status, await response.json()) == (200, {"status": "serving"})
+
+    run(work())
+
+
+def test_an_engine_that_is_gone_is_told_as_well_as_can_be() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            async with lab.post({"stream": True, "die": True}) as response:
+                await response.content.readany()
+                lab.upstream.release.set()
+                with pytest.raises(aiohttp.ClientError):  # the answer is cut, not made to look whole
+                    await response.read()
+            assert await lab.status({"status": 500}) == 500
+            assert await lab.status({"status": 400}) == 400
+            assert lab.document.requests.failed_total == 2
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
+            lab.front._engine = f"http://127.0.0.1:{port}"
+            assert await lab.status({}) == 502
+
+    run(work())
+
+
+def test_metrics_join_the_engines_numbers_and_our_own() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            await lab.status({})
+            async with lab.client.get(lab.url + "/metrics?format=json") as response:
+                document = await response.json()
+            assert document == {
+                "time": 7.0,
+                "state": "serving",
+                "model": "model",
+                "uptime": 1.5,
+                "prompt_tokens_total": 5,
+                "generated_tokens_total": None,
+                "verification_steps_total": None,
+                "drafted_tokens_total": None,
+                "accepted_tokens_total": None,
+                "requests": {"active": 0, "queued": 0, "completed_total": 1, "failed_total": 0},
+                "kv_tokens": {"used": None, "capacity": 4096},
+                "decode_weight_bytes": 1000,
+            }
+            async with lab.client.get(lab.url + "/metrics") as response:
+                text = await response.text()
+                assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert 'flare_prompt_tokens_total{model="model"} 5\n' in text
+            assert "flare_kv_tokens_used" not in text
+            assert 'flare_up{model="model"} 1\n' in text
+
+    run(work())
+
+
+def test_the_engine_is_not_asked_more_often_than_needed() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            assert (await lab.front.engine_metrics()).prompt_tokens_total == 5
+            lab.upstream.metrics = "llamacpp:prompt_tokens_total 6\n"
+            assert (await lab.front.engine_metrics()).prompt_tokens_total == 5
+            lab.time += 1
+            assert (await lab.front.engine_metrics()).prompt_tokens_total == 6
+            await lab.upstream.close()
+            lab.time += 1
+            assert (await lab.front.engine_metrics()).prompt_tokens_total == 6  # the last that is known
+            await lab.upstream.start()
+
+    run(work())
+
+
+def test_a_model_name_cannot_break_the_text_form() -> None:
+    document = MetricsDocument(Serving('a"b\\c\nd'), state=lambda: "loading", uptime=lambda: 0.0)
+    assert '{model="a\\"b\\\\c d"} 0' in prometheus(document.build(module.EngineMetrics()))
+
+
+def test_a_port_that_is_taken_and_an_address_of_others_are_named() -> None:
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(BusyError, match=rf"Port {port} on 127\.0\.0\.1 is taken"):
+                await Lab().front.start("127.0.0.1", port)
+        with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0"):
+            await Lab().front.start("192.0.2.1", 0)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "who"),
+    [
+        ("127.0.0.1", frozenset(), None),
+        ("localhost", frozenset(), None),
+        ("::1", frozenset(), None),
+        ("0.0.0.0", frozenset({b"k"}), None),
+        ("0.0.0.0", frozenset(), "every machine that reaches this one"),
+        ("::", frozenset(), "every machine that reaches this one"),
+        ("10.0.0.5", frozenset(), "whoever reaches 10.0.0.5"),
+    ],
+)
+def test_who_can_reach_it_is_said(host: str, keys: frozenset[bytes], who: str | None) -> None:
+    warning = exposure_warning(host, keys)
+    assert (warning is None) == (who is None)
+    assert who is None or (warning is not None and who in warning and "--api-key-file" in warning)
+
+
+def test_a_wildcard_address_is_shown_as_one_that_can_be_opened() -> None:
+    async def work() -> None:
+        lab = Lab()
+        assert (await lab.front.start("0.0.0.0", 0)).startswith("http://127.0.0.1:")
+        await lab.front.close()
+
+    run(work())
