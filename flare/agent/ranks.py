@@ -170,6 +170,11 @@ class Ranks:
         if launch not in self._seen:
             self._remember(self._stopped, launch, self._wall_clock() + GRANT_WINDOW)
 
+    def was_stopped(self, launch: str) -> bool:
+        """Tell whether a launch was stopped before it came here; bytes for it are not fetched any more."""
+        self._forget_expired()
+        return launch in self._stopped
+
     def holder_of(self, gpu: str) -> str | None:
         """Return the launch of the running group that holds a device, if any."""
         for run in self.running():
