@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flare.errors import FlareError, ProtocolError
+from flare.errors import FlareError, RemoteProtocolError
 from flare.orbit.acceptance import accept_publisher
 from flare.orbit.candidates import (
     check_executables,
@@ -169,7 +169,7 @@ async def _rendezvous(client: Client, nodes: Sequence[NodeEntry]) -> str:
     toward = parse_address(nodes[1].address)[0]
     _, reply = await client.ask(nodes[0], Status(toward=toward))
     if reply.address is None or reply.rendezvous_port is None:
-        raise ProtocolError(
+        raise RemoteProtocolError(
             f"Node {nodes[0].name} cannot say by which address {nodes[1].name} reaches it. Check that it "
             f"resolves "
             f"{toward} and has a route there."

@@ -182,7 +182,6 @@ class _Pairer:
                     known = NodeEntry(known.name, public_key, address)
                 return Pairing(host, known, known=paired_before)
             name = self.name if self.name is not None else facts.name
-            check_name(name, f"name for a node, as {printable(host)} calls itself", PairingError)
             if any(node.name == name for node in orbit.nodes):
                 raise ConflictError(
                     f"The name {name} belongs to another node (fingerprint "
