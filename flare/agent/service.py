@@ -137,8 +137,8 @@ async def _serve(
 ) -> None:
     stopping = Stopping()
     async with _node(paths, settings, name, spawner) as (node, conversations, sampler):
-        if options.accept_first and node.authority.controllers is None:
-            allow_first(paths, node.wall_clock())
+        if options.accept_first:
+            _accept_first(node)
         listener = Listener(node.identity, node.hello_for, node.is_known, conversations.converse)
         sampling = asyncio.create_task(sampler.run())
         try:
@@ -257,6 +257,14 @@ class Stopping:
         self._ranks = ranks
         await self._asked.wait()
         logger.info("stopping")
+
+
+def _accept_first(node: Node) -> None:
+    if node.authority.controllers is not None:
+        logger.info("--accept-first changes nothing: this node is paired already")
+        return
+    allow_first(node.paths, node.wall_clock())
+    logger.warning("the first controller that connects within 24 hours will be obeyed (--accept-first)")
 
 
 def _announce(node: Node, addresses: tuple[SocketAddress, ...]) -> None:

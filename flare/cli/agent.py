@@ -159,15 +159,16 @@ def reset() -> None:
 @agent.command("pair", short_help="Pair nodes with this host's controller key.")
 @click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
 @click.option("--code", metavar="CODE|-", help="The join code; `-` reads it from standard input.")
+@click.option("--name", metavar="NAME", help="Call the node this instead of its own name (one HOST only).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def pair(hosts: tuple[str, ...], code: str | None, as_json: bool) -> None:
+def pair(hosts: tuple[str, ...], code: str | None, name: str | None, as_json: bool) -> None:
     """Pair nodes with this host's controller key; needs no cluster and makes none.
 
     The same as `flare orbit pair`, for a host that runs `flare run --hosts`.
     """
     from flare.cli.orbit_pair import pair_hosts
 
-    pair_hosts(hosts, code, None, as_json)
+    pair_hosts(hosts, code, name, as_json)
 
 
 @agent.command("status")
