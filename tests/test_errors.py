@@ -6,7 +6,10 @@ import pytest
 
 from flare import errors
 
-ALL = [errors.FlareError, *errors._all_subclasses(errors.FlareError)]
+# Other rooms refine these for their own use; on the wire a refinement is what it refines.
+ALL = [
+    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.FlareError)
+]
 SENT = [kind for kind in ALL if kind is not errors.ProtocolError]  # an abstract base, never raised
 
 
