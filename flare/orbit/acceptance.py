@@ -43,8 +43,8 @@ def accept_publisher(
             return known
     if accepted is not None and accepted.lower() != fingerprint:
         raise TrustError(
-            f"--accept-publisher names {accepted[:64]}, but the core is signed by {fingerprint}. Nothing "
-            f"was accepted."
+            f"--accept-publisher names {accepted[:64]}, but the core is signed by {fingerprint}. Nothing was "
+            "accepted."
         )
     profile = PublisherProfile(f"publisher-{fingerprint[:12]}", core.primary.publisher)
     if accepted is None:
@@ -58,8 +58,7 @@ def accept_publisher(
         if answer is None:
             raise TrustError(
                 f"The core {core.reference} is signed by a publisher that is not accepted here, and nobody "
-                f"can be asked. "
-                "Compare the fingerprint with its owner, then run the command again with\n"
+                "can be asked. Compare the fingerprint with its owner, then run the command again with\n"
                 f"  --accept-publisher {fingerprint}"
             )
         if not answer:

@@ -89,10 +89,8 @@ async def _refuse_when_behind(controller: Controller) -> None:
         if answer.reply is not None and answer.reply > revision:
             raise ConflictError(
                 f"Node {answer.node.name} holds revision {answer.reply} of the controller set, newer than "
-                f"revision "
-                f"{revision} in {controller.orbit.path}: another controller changed it. Copy [controllers] "
-                f"with its "
-                "history from that controller's orbit.toml, then run this again."
+                f"revision {revision} in {controller.orbit.path}: another controller changed it. Copy "
+                "[controllers] with its history from that controller's orbit.toml, then run this again."
             )
 
 

@@ -41,7 +41,7 @@ async def run_attended(client: Client, plan: Plan, spawner: SpawnerHandle | None
     with _interrupts(first, second):
         group = await _launched(client, plan, spawner, first, second)
         report_started(client, plan, group)
-        if detach:
+        if detach and not first.is_set():
             for stream in group.streams:
                 await stream.session.close()
         else:
@@ -68,8 +68,7 @@ async def _launched(
                 nodes = ", ".join(node.name for node in plan.nodes)
                 reporter.warn(
                     f"Left while the launch of {plan.name} was taken back: ranks may run on {nodes}. Look "
-                    f"with "
-                    f"`flare orbit ls`, end them with `flare orbit stop {plan.name} --now`."
+                    f"with `flare orbit ls`, end them with `flare orbit stop {plan.name} --now`."
                 )
                 raise OperatorLeftError
         group: Group = launching.result()

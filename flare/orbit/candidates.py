@@ -103,8 +103,8 @@ def check_name_free(name: str, answers: Sequence[Answer[StatusReply]]) -> None:
     if holders:
         nodes = ", ".join(sorted({node for node, _ in holders}))
         raise BusyError(
-            f"A group named {name} runs already on {nodes} ({holders[0][1]}). Stop it with "
-            f"`flare orbit stop {name}`, or give this one another name with --name."
+            f"A group named {name} runs already on {nodes} ({holders[0][1]}). Stop it with `flare orbit stop "
+            f"{name}`, or give this one another name with --name."
         )
 
 
@@ -121,8 +121,7 @@ def check_executables(placement: Placement, answers: Sequence[Answer[StatusReply
         if not executable:
             raise UnsupportedError(
                 f"The agent on {member.node.name} does not say which executable its ranks run, so nothing "
-                f"was sent. "
-                "Update it there with `flare agent install`."
+                "was sent. Update it there with `flare agent install`."
             )
         found[member.node.name] = executable
     return found

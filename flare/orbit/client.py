@@ -103,10 +103,8 @@ class Client:
         if hello.node is None:
             raise ForbiddenError(
                 f"Node {node.name} does not accept this controller: it was reset, or another controller "
-                f"removed this "
-                f"one. Run `flare orbit forget {node.name}` here and pair it again, or ask a controller "
-                f"that it "
-                f"accepts to run `flare orbit controllers add`."
+                f"removed this one. Run `flare orbit forget {node.name}` here and pair it again, or ask a "
+                "controller that it accepts to run `flare orbit controllers add`."
             )
         controllers = self.controller.controllers
         if controllers is None:
@@ -118,10 +116,8 @@ class Client:
             self._warn_once(
                 node.name,
                 "revision",
-                f"Node {node.name} holds revision {revision} of the controller set, newer "
-                f"than "
-                f"revision {controllers.revision} in {self.controller.orbit.path}. Copy [controllers] from "
-                f"the "
+                f"Node {node.name} holds revision {revision} of the controller set, newer than revision "
+                f"{controllers.revision} in {self.controller.orbit.path}. Copy [controllers] from the "
                 "controller that wrote it.",
             )
 
@@ -174,8 +170,7 @@ class Client:
                     answer.node.name,
                     "clock",
                     f"The clock of node {answer.node.name} is {abs(difference):.0f} s {direction} this "
-                    f"host's. "
-                    "Launches are refused beyond 60 s: set both clocks (timedatectl status).",
+                    "host's. Launches are refused beyond 60 s: set both clocks (timedatectl status).",
                 )
         return answers
 

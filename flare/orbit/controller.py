@@ -67,9 +67,8 @@ def read_controllers(orbit: OrbitFile) -> ControllerSet | None:
         return ControllerSet.from_chain(orbit.controllers)
     except FlareError as problem:
         raise ConfigError(
-            f"{orbit.path}: the signed controller records do not verify: {problem.message} "
-            "They are written by Flare alone: restore the file from a backup, or copy it from another "
-            "controller."
+            f"{orbit.path}: the signed controller records do not verify: {problem.message} They are written "
+            "by Flare alone: restore the file from a backup, or copy it from another controller."
         ) from None
 
 

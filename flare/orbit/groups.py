@@ -125,8 +125,7 @@ async def stop(client: Client, nodes: Sequence[NodeEntry], selector: str | None,
     if away and any(run.missing for run in chosen):
         raise UnreachableError(
             f"Ranks on {', '.join(away)} could not be asked. They stop when they notice that rank zero is "
-            f"gone; "
-            "run this again when those nodes answer."
+            "gone; run this again when those nodes answer."
         )
 
 

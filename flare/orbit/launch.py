@@ -1,9 +1,8 @@
 """`flare orbit run`: from the word CORE to ranks that run, or a reason why not.
 
 The steps are those of the specification, in its order: resolve, ask for trust, look at the nodes, place,
-    stage the
-core at rank zero, then RUN, rank zero first. Nothing is sent before everything that can be refused was
-looked at.
+stage the core at rank zero, then RUN, rank zero first. Nothing is sent before everything that can be refused
+was looked at.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flare.errors import FlareError, RemoteProtocolError
+from flare.errors import FlareError, ProtocolError, RemoteProtocolError, UnreachableError, VersionError
 from flare.orbit.acceptance import accept_publisher
 from flare.orbit.candidates import (
     check_executables,
@@ -156,11 +155,18 @@ async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
     entries = {node.name: node for node in request.candidates}
     nodes = tuple(entries[member.node.name] for member in placement.members)
     rendezvous = await _rendezvous(client, nodes) if len(nodes) > 1 else None
-    (cache_free,) = (
-        answer.reply.cache_free for answer in answers if answer.node == nodes[0] and answer.reply is not None
-    )
+    free = {answer.node.name: answer.reply.cache_free for answer in answers if answer.reply is not None}
     return Plan(
-        request, core, publisher, name, placement, nodes, executables, override, rendezvous, cache_free
+        request,
+        core,
+        publisher,
+        name,
+        placement,
+        nodes,
+        executables,
+        override,
+        rendezvous,
+        free[nodes[0].name],
     )
 
 
@@ -171,8 +177,7 @@ async def _rendezvous(client: Client, nodes: Sequence[NodeEntry]) -> str:
     if reply.address is None or reply.rendezvous_port is None:
         raise RemoteProtocolError(
             f"Node {nodes[0].name} cannot say by which address {nodes[1].name} reaches it. Check that it "
-            f"resolves "
-            f"{toward} and has a route there."
+            f"resolves {toward} and has a route there."
         )
     return format_address(reply.address, reply.rendezvous_port)
 
@@ -274,7 +279,8 @@ async def _undo(
         await stream.session.close()
     started = {stream.rank for stream in group.streams}
     # A member that refused with an answer has nothing; one whose answer was lost may run.
-    refused = isinstance(problem, FlareError) and problem.exit_code not in (4, 10)
+    unsure = (UnreachableError, ProtocolError, VersionError)
+    refused = isinstance(problem, FlareError) and not isinstance(problem, unsure)
     members = [(rank, node) for rank, node in asked if rank in started or not refused]
     if not members:
         return

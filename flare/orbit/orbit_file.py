@@ -155,9 +155,8 @@ class OrbitEdit:
     def _unsafe(self) -> ConfigError:
         return ConfigError(
             f"{self._path} is laid out in a way that cannot be edited safely; nothing was changed. Write "
-            f"every table "
-            "under a header of its own and those of one kind one after the other ([controllers], [[node]], "
-            "[cluster.NAME], [[group]]), then run the command again."
+            "every table under a header of its own and those of one kind one after the other "
+            "([controllers], [[node]], [cluster.NAME], [[group]]), then run the command again."
         )
 
     def write(self) -> None:
@@ -211,8 +210,8 @@ def _lock(path: Path, wait: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise BusyError(
-                        f"Another flare command is changing {path.with_suffix('')} and does not finish. "
-                        "Wait for it or end it, then run this one again."
+                        f"Another flare command is changing {path.with_suffix('')} and does not finish. Wait "
+                        "for it or end it, then run this one again."
                     ) from None
                 time.sleep(0.05)
         yield

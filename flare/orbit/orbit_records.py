@@ -114,8 +114,8 @@ class OrbitFile:
                 return node
         raise NotFoundError(
             f"No node named {printable(name)} is paired. "
-            f"{_known('nodes', [node.name for node in self.nodes])} "
-            "Pair it with `flare orbit pair HOST`, or look at `flare orbit status`."
+            f"{_known('nodes', [node.name for node in self.nodes])} Pair it with `flare orbit pair HOST`, or "
+            "look at `flare orbit status`."
         )
 
     def node_of_key(self, public_key: bytes) -> NodeEntry | None:
@@ -141,8 +141,8 @@ class OrbitFile:
             if node is None:
                 raise NotFoundError(
                     f"{where} names the node {printable(name)}, which is not paired. "
-                    f"{_known('nodes', [node.name for node in self.nodes])} "
-                    f"Pair it with `flare orbit pair`, or correct {where}."
+                    f"{_known('nodes', [node.name for node in self.nodes])} Pair it with `flare orbit pair`, "
+                    f"or correct {where}."
                 )
             found.append(node)
         return tuple(found)
@@ -168,8 +168,7 @@ class OrbitFile:
             cluster: what --cluster says, or None.
 
         Returns:
-            That cluster's nodes; without --cluster the sole cluster's, or every paired node when none is
-            defined.
+            That cluster's nodes; else the sole cluster's, or every paired node where none is defined.
 
         Raises:
             ConfigError: several clusters are defined and none was named.
@@ -193,8 +192,8 @@ class OrbitFile:
         """
         if not self.nodes:
             raise NotFoundError(
-                "No node is paired yet. Run `flare agent install` on each serving host, "
-                "then `flare orbit pair HOST...` here."
+                "No node is paired yet. Run `flare agent install` on each serving host, then `flare orbit "
+                "pair HOST...` here."
             )
         return self.nodes
 
@@ -217,8 +216,7 @@ def parse_orbit_file(path: Path, data: bytes) -> OrbitFile:
         data: its bytes.
 
     Raises:
-        ConfigError: the message has one line for each thing that is wrong, with file, line and a way to mend
-            it.
+        ConfigError: one line for each thing that is wrong, with file, line and a way to mend it.
     """
     try:
         text = data.decode("utf-8")
@@ -351,8 +349,8 @@ class _Reading:
                 header,
                 index,
                 "signer",
-                f"this signed record is damaged ({problem.message}) Records are written by Flare: "
-                "restore the file from a backup or from another controller.",
+                f"this signed record is damaged ({problem.message}) Records are written by Flare: restore "
+                "the file from a backup or from another controller.",
             )
             return None
 
@@ -379,7 +377,7 @@ class _Reading:
                     "fingerprint",
                     f"the fingerprint of {where} is not that of its public_key. One of them was changed: "
                     f"compare with `flare agent status` on the host, or `flare orbit forget {name}` and "
-                    f"pair it again.",
+                    "pair it again.",
                 )
             for other in found:
                 if other.name == name:

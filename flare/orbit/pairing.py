@@ -112,8 +112,7 @@ class _Pairer:
             known = self.controller.orbit.node_of_key(session.peer_key)
             accepted = session.hello.node
             if accepted is not None and (known is not None or self.key is None):
-                # The node obeys this controller already; with a code it must still prove that it is the one
-                # meant.
+                # The node obeys this controller already; given a code, it must still prove who it is.
                 facts = accepted
             else:
                 facts = await self.exchange(host, session)
@@ -136,9 +135,8 @@ class _Pairer:
             if reply.proof is None or not hmac.compare_digest(reply.proof, expected):
                 raise PairingError(
                     f"{printable(host)} did not prove that it knows the code, so it was not recorded: "
-                    f"something "
-                    "between here and the host may have answered in its place. Check the address, then run "
-                    "`flare agent reset` and `flare agent join-code` on the host and pair again."
+                    "something between here and the host may have answered in its place. Check the address, "
+                    "then run `flare agent reset` and `flare agent join-code` on the host and pair again."
                 )
         node: NodeFacts = reply.node
         return node
@@ -154,14 +152,12 @@ class _Pairer:
             return (
                 "Without a code only a node that accepts the first controller can be paired. On the host, "
                 "`flare agent join-code` prints a code for --code; a node that another controller holds "
-                "needs "
-                "`flare orbit controllers add` there, or `flare agent reset` on the host."
+                "needs `flare orbit controllers add` there, or `flare agent reset` on the host."
             )
         return (
             "The code is wrong, used or older than 24 hours, or the node is paired already. On the host, "
             "`flare agent join-code` prints a new code, `flare agent reset` makes it unpaired, and the "
-            "agent's log "
-            "(journalctl --user -u flare-agent) says which it was."
+            "agent's log (journalctl --user -u flare-agent) says which it was."
         )
 
     def record(
@@ -174,8 +170,8 @@ class _Pairer:
             if known is not None:
                 if self.name is not None and self.name != known.name:
                     raise ConflictError(
-                        f"{printable(host)} is recorded as {known.name}. To call it {self.name}, run "
-                        f"`flare orbit forget {known.name}`, then pair again with --name {self.name}."
+                        f"{printable(host)} is recorded as {known.name}. To call it {self.name}, run `flare "
+                        f"orbit forget {known.name}`, then pair again with --name {self.name}."
                     )
                 if known.address != address:
                     edit.replace_address(known.name, address)
@@ -185,11 +181,10 @@ class _Pairer:
             if any(node.name == name for node in orbit.nodes):
                 raise ConflictError(
                     f"The name {name} belongs to another node (fingerprint "
-                    f"{orbit.node(name).fingerprint[:16]}…), so "
-                    f"{printable(host)} (fingerprint {fingerprint(public_key)[:16]}…) was not recorded. If "
-                    f"they are "
-                    f"two hosts, pair it again with --name OTHER; if that host was reinstalled, run "
-                    f"`flare orbit forget {name}` first."
+                    f"{orbit.node(name).fingerprint[:16]}…), so {printable(host)} (fingerprint "
+                    f"{fingerprint(public_key)[:16]}…) was not recorded. If they are two hosts, pair it "
+                    f"again with --name OTHER; if that host was reinstalled, run `flare orbit forget {name}` "
+                    "first."
                 )
             node = NodeEntry(name, public_key, address)
             edit.add_node(node)
@@ -206,8 +201,6 @@ def check_key_change(orbit: OrbitFile, address: str, public_key: bytes) -> None:
         if node.address == address and node.public_key != public_key:
             raise IdentityError(
                 f"{address} answers with the key {fingerprint(public_key)[:16]}…, but {node.name} is "
-                f"recorded there "
-                f"with {node.fingerprint[:16]}…. If the host was reinstalled, run `flare orbit forget "
-                f"{node.name}` "
-                "and pair it again; if not, somebody else answers in its place."
+                f"recorded there with {node.fingerprint[:16]}…. If the host was reinstalled, run `flare "
+                f"orbit forget {node.name}` and pair it again; if not, somebody else answers in its place."
             )

@@ -89,8 +89,7 @@ async def resolve_core(client: Client, reference: CoreReference) -> Core:
         return await resolve_on_node(client, reference)
     raise UnsupportedError(
         f"{reference} is a repository, and this version does not acquire repositories through nodes. "
-        f"Download the "
-        "model, make a core of it with `flare ignition export`, and run that file."
+        "Download the model, make a core of it with `flare ignition export`, and run that file."
     )
 
 
@@ -176,14 +175,13 @@ def check_companions(core: Core, sizes: dict[str, int], where: str) -> None:
     for name, size in core.files[1:]:
         if name not in sizes:
             problem = StorageError(
-                f"The core {core.path} needs the file {name} beside it, which is not {where}. Copy the "
-                f"whole folder."
+                f"The core {core.path} needs the file {name} beside it, which is not {where}. Copy the whole "
+                "folder."
             )
         elif sizes[name] != size:
             problem = CoreError(
                 f"The file {name} of the core {core.path} has {sizes[name]} bytes {where}, but its signed "
-                f"index says "
-                f"{size}. Copy or export it again."
+                f"index says {size}. Copy or export it again."
             )
         if problem is not None:
             raise problem

@@ -125,6 +125,6 @@ def check_room(node: NodeEntry, size: int, cache_free: int) -> None:
     if cache_free < size:
         raise StorageError(
             f"{size:,} bytes of the core are to be sent, but the cache of {node.name} has room for "
-            f"{cache_free:,}. "
-            "Free some space there (`flare orbit cores` lists its cache), or choose another node."
+            f"{cache_free:,}. Free some space there (`flare orbit cores` lists its cache), or choose another "
+            "node."
         )

@@ -29,8 +29,7 @@ async def stop_group(
     announce: bool = True,
     peer_grace: float = PEER_GRACE,
 ) -> None:
-    """Stop one launch: STOP to rank zero, wait for its EXIT, then STOP to peers that did not leave by
-    themselves.
+    """Stop one launch: STOP to rank zero, wait for its EXIT, then STOP to peers that stayed.
 
     Args:
         name, launch: the group's name and the launch's identifier.
@@ -94,8 +93,8 @@ class _Stopper:
                 if not waiting.done():
                     seconds = time.monotonic() - began
                     self.reporter.note(
-                        f"{self.name}: {where} finishes running requests ({seconds:.0f} s so far; "
-                        f"`flare orbit stop {self.name} --now` ends them)."
+                        f"{self.name}: {where} finishes running requests ({seconds:.0f} s so far; `flare "
+                        f"orbit stop {self.name} --now` ends them)."
                     )
             message = await waiting
         finally:

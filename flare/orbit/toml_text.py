@@ -201,8 +201,7 @@ def _after(document: Any, name: str) -> Any:
         elif found and isinstance(item, tomlkit.items.AoT) and len(item):
             return item[0]
         elif found and isinstance(item, tomlkit.items.Table):
-            # [cluster.sparks] without [cluster] is a table inside an implicit one, which prints no header
-            # itself.
+            # [cluster.sparks] alone is a table inside an implicit one, which has no header of its own.
             inner: Any = item
             while inner.is_super_table() and inner.value.body:
                 inner = inner.value.body[0][1]

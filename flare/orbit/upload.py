@@ -176,6 +176,5 @@ class _Sender:
         kind = {STORAGE: StorageError, CORRUPT: IntegrityError}.get(problem.code, TransferError)
         return kind(
             f"Sending {self.file.path.name} to {self.node.name} failed: {problem.message} Nothing was "
-            f"started; run "
-            "the command again to go on."
+            "started; run the command again to go on."
         )
