@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile, Marker, write_marker
+from flare.cores.primary import Primary, load_primary
+from flare.engine_install import EngineInstall
+from flare.errors import CoreError, EngineError, IntegrityError, RankError
+from flare.paths import Paths
+from flare.rank import launch
+from flare.rank.launch import (
+    Accepted,
+    Failure,
+    RunRequest,
+    StopSignals,
+    adapter_for,
+    check_index,
+    check_unchanged,
+    default_threads,
+    engine_help,
+    first_of,
+    free_port,
+    verify_stored,
+)
+from flare.rank.proof import INSECURE_KEY
+from flare.serving_options import ServingOptions
+from flare.settings import Settings
+from tests.cores.making import MIB, pattern, write_core
+from tests.rank.lab import run, until
+
+FILES = {"model/a.gguf": pattern(2 * MIB + 5, 1), "model/b.json": b"{}"}
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Primary:
+    return load_primary(write_core(tmp_path / "core", FILES, ranks=2, rank_ranges=[None, []]))
+
+
+def request(**changes: Any) -> RunRequest:
+    values: dict[str, Any] = {
+        "core": None,
+        "rank": 0,
+        "ranks": None,
+        "rendezvous": None,
+        "options": ServingOptions(),
+        "cache": Path("/cache"),
+        "key": None,
+        "insecure": False,
+        "expect_index": None,
+        "accepted": Accepted(frozenset()),
+        "allow_code": False,
+        "streams": 8,
+        "settings": Settings(),
+        "paths": Paths.from_environment({"HOME": "/home"}),
+        "environment": {},
+        **changes,
+    }
+    return RunRequest(**values)
+
+
+def verify(core: Primary, rank: int = 0, *, always: bool = False) -> tuple[str, dict[Path, object]]:
+    said: list[str] = []
+    return run(verify_stored(core, rank, always=always, remark=said.append))
+
+
+def mark(core: Primary) -> None:
+    names = ["tiny.safetensors", *FILES]
+    files = {name: MarkedFile(FileStamp.of((core.root / name).stat())) for name in names}
+    write_marker(core.root / AGENT_MARKER, Marker(core.index_sha256.hex(), files))
+
+
+def test_unmarked_data_is_digested(core: Primary) -> None:
+    verdict, before = verify(core)
+    assert verdict == "4 blocks (2.1 MB) are what the publisher signed"
+    check_unchanged(core, 0, before)
+    with core.file_path(0).open("r+b") as file:
+        file.write(b"\x00")
+    with pytest.raises(IntegrityError, match="block 0"):
+        verify(core)
+    with pytest.raises(IntegrityError, match=r"a\.gguf changed while the engine loaded it"):
+        check_unchanged(core, 0, before)
+
+
+def test_marked_data_is_not_read_again_unless_asked(core: Primary) -> None:
+    mark(core)
+    stamp = core.file_path(0).stat()
+    with core.file_path(0).open("r+b") as file:  # damage that the marker cannot see
+        file.write(b"\x00")
+    os.utime(core.file_path(0), ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert verify(core)[0] == "the stored data was verified before"
+    with pytest.raises(IntegrityError, match="block 0"):
+        verify(core, always=True)
+
+
+def test_a_rank_that_reads_nothing_digests_nothing(core: Primary) -> None:
+    core.file_path(0).unlink()
+    assert verify(core, 1)[0] == "this rank reads no stored bytes"
+
+
+def test_data_that_changes_while_it_is_verified_is_refused(
+    core: Primary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = launch.verify_core
+
+    def meddle(*arguments: Any, **options: Any) -> Any:
+        report = real(*arguments, **options)
+        os.utime(core.file_path(0), ns=(1, 1))
+        return report
+
+    monkeypatch.setattr(launch, "verify_core", meddle)
+    with pytest.raises(IntegrityError, match="changed while it was being verified"):
+        verify(core)
+
+
+def test_a_long_verification_tells_how_far_it_is_and_can_be_abandoned(
+    core: Primary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "VERIFY_LINE_EVERY", -1.0)
+    ended = []
+
+    def endless(_primary: Primary, *, ranges: object, progress: Any) -> None:
+        advance = progress("verifying", 4 * 10**9)
+        try:
+            while True:
+                advance(10**7)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(launch, "verify_core", endless)
+    said: list[str] = []
+
+    async def work() -> None:
+        task = asyncio.create_task(verify_stored(core, 0, always=True, remark=said.append))
+        await until(lambda: said)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(work())
+    assert ended
+    assert said[0].endswith("of 4.00 GB")
+
+
+def test_the_first_signal_drains_and_one_two_seconds_later_hurries() -> None:
+    async def work() -> None:
+        time = 0.0
+        signals = StopSignals(lambda: time)
+        signals.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(signals.requested.is_set)
+        assert signals.name == "SIGTERM"
+        time = 1.9
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        assert not signals.hurry.is_set()
+        time = 2.0
+        os.kill(os.getpid(), signal.SIGINT)
+        await until(signals.hurry.is_set)
+
+    run(work())
+
+
+def test_engines_without_an_adapter_are_named() -> None:
+    assert adapter_for("llama.cpp").name == "llama.cpp"
+    with pytest.raises(EngineError, match=r"The engine vllm is not supported on this node.*llama\.cpp"):
+        adapter_for("vllm")
+
+
+def test_an_engines_help_is_read_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "server"
+    install = EngineInstall("llama.cpp", "1", "config", tmp_path, (program, program))
+    with pytest.raises(EngineError, match="cannot be started: No such file"):
+        run(engine_help(install, {}))
+    program.write_text("#!/bin/sh\necho help $1\n")
+    program.chmod(0o755)
+    assert run(engine_help(install, {"PATH": os.environ["PATH"]})) == "help --help\n"
+    monkeypatch.setattr(launch, "HELP_LIMIT", 0.1)
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    assert run(engine_help(install, {"PATH": os.environ["PATH"]})) == ""
+
+
+def test_the_core_must_be_the_launched_one_and_bring_no_code(tmp_path: Path, core: Primary) -> None:
+    check_index(core.index, request(expect_index=core.index_sha256))
+    with pytest.raises(IntegrityError, match="not the one that was launched"):
+        check_index(core.index, request(expect_index=b"\x01" * 32))
+    code = load_primary(write_core(tmp_path / "code", {"model/x.py": b"print()"}))
+    with pytest.raises(CoreError, match="--allow-code"):
+        check_index(code.index, request())
+    check_index(code.index, replace(request(), allow_code=True))
+
+
+def test_without_a_key_both_sides_use_the_same_well_known_one() -> None:
+    assert request().proof_key == INSECURE_KEY
+    assert request(key=b"k" * 32).proof_key == b"k" * 32
+    assert "kkkk" not in repr(request(key=b"k" * 32))
+    assert "secret" not in repr(request(environment={"TOKEN": "secret"}))
+
+
+def test_only_accepted_publishers_are_trusted() -> None:
+    accepted = Accepted(frozenset({"aa"}))
+    assert accepted.accepts("aa")
+    assert not accepted.accepts("bb")
+
+
+def test_the_first_failure_is_kept_and_consequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "CAUSE_LIMIT", 0.05)
+
+    async def work() -> None:
+        failure = Failure()
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(failure.report_later, loop, RankError("the consequence"))
+        failure.report(RankError("the cause"))
+        await asyncio.sleep(0.1)
+        assert failure.future.result().message == "the cause"
+        alone = Failure()
+        await asyncio.to_thread(alone.report_later, loop, RankError("nothing else"))
+        assert (await alone.future).message == "nothing else"
+        await first_of(alone.future, loop.create_future())
+
+    run(work())
+    loop = asyncio.new_event_loop()
+    loop.close()
+
+    async def late() -> None:
+        Failure().report_later(loop, RankError("too late"))  # that loop is gone; nothing happens
+
+    run(late())
+
+
+def test_small_facts_of_this_machine() -> None:
+    assert default_threads() >= 1
+    assert 0 < free_port() < 65536
