@@ -81,8 +81,6 @@ def run(core: str | None, dry_run: bool, detach: bool, as_json: bool, **argument
             nodes=parse_names(nodes) if nodes is not None else (),
             gpus=parse_indices(gpus) if gpus is not None else None,
             serving=words,
-            dry_run=dry_run,
-            detach=detach,
             **arguments,
         ),
     )

@@ -119,14 +119,22 @@ async def stop(client: Client, nodes: Sequence[NodeEntry], selector: str | None,
         ),
         return_exceptions=True,
     )
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    _raise_all(results)
     if away and any(run.missing for run in chosen):
         raise UnreachableError(
             f"Ranks on {', '.join(away)} could not be asked. They stop when they notice that rank zero is "
             "gone; run this again when those nodes answer."
         )
+
+
+def _raise_all(results: Sequence[BaseException | None]) -> None:
+    """Raise what stopping groups ended in, with the messages of all that could not be stopped."""
+    problems = [result for result in results if result is not None]
+    for problem in problems:
+        if not isinstance(problem, UnreachableError):
+            raise problem
+    if problems:
+        raise UnreachableError("\n".join(str(problem) for problem in problems))
 
 
 async def remove(client: Client, name: str) -> None:

@@ -32,8 +32,6 @@ class RunOptions:
     gpus: tuple[int, ...] | None = None
     serving: tuple[str, ...] = ()
     persistent: bool = False
-    dry_run: bool = False
-    detach: bool = False
     transfer_streams: int | None = None
     executable: str | None = None
     publisher_keys: tuple[str, ...] = ()

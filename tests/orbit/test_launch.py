@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,10 @@ from flare.orbit.launch import launch, plan_launch
 from flare.orbit.request import RunOptions, plan_request
 from flare.paths import Paths
 from tests.cores.making import MIB, PUBLISHER, pattern, write_core
-from tests.orbit.lab import Lab, lab, read_until, wait_for
+from tests.orbit.lab import Lab, read_until, wait_for
 from tests.orbit.reporting import RecordingReporter
 
 TRUST = ("--accept-publisher", PUBLISHER.fingerprint)
-
-
-@pytest.fixture
-def orbit(tmp_path: Path) -> Iterator[Lab]:
-    with lab(tmp_path) as made:
-        yield made
 
 
 def make_core(folder: Path, *, ranks: int = 2, size: int = 3000, name: str = "tiny.safetensors") -> Path:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from flare.identity import Identity
-from tests.orbit.lab import Lab, lab, wait_for
-
-
-@pytest.fixture
-def orbit(tmp_path: Path) -> Iterator[Lab]:
-    with lab(tmp_path) as made:
-        yield made
+from tests.orbit.lab import Lab, wait_for
 
 
 def code_of(orbit: Lab, name: str) -> str:

@@ -59,7 +59,7 @@ from flare.wire.messages import (
 from flare_workers.spawner import start
 from tests.cores.making import PUBLISHER, write_core
 from tests.orbit.builders import answer, group_report, node_entry
-from tests.orbit.fake_node import client_of, fake_node, say
+from tests.orbit.fake_node import client_of, fake_node, hang_up, say
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -226,6 +226,21 @@ def test_a_rank_that_cannot_be_stopped_is_named(tmp_path: Path) -> None:
                 UnreachableError, match=r"Not all of glm could be stopped:\n  rank 0 on maxwell: "
             ):
                 await stop_group(client, "glm", "glm-1", [(0, node)])
+
+    run(scenario())
+
+
+def test_every_group_that_cannot_be_stopped_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fake_node({}) as node:
+            pass
+        groups = (group_report("a-1", name="a"), group_report("b-1", name="b"))
+        async with fake_node({Status: say(status_of(node, groups=groups)), Stop: hang_up}) as node:
+            client, _ = client_of(tmp_path, [node])
+            with pytest.raises(UnreachableError) as caught:
+                await stop(client, [node], None, now=False)
+            assert "Not all of a could be stopped" in caught.value.message
+            assert "Not all of b could be stopped" in caught.value.message
 
     run(scenario())
 
