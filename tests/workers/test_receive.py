@@ -149,7 +149,12 @@ def test_what_the_session_had_read_comes_first(
 
     async def work(pool: WorkerPool) -> None:
         channel = Channel(
-            parts.KEY_B, 9, parts.KEY_A, 5 + opened, wire[start : start + buffered], plaintext[: opened * 65519]
+            parts.KEY_B,
+            9,
+            parts.KEY_A,
+            5 + opened,
+            wire[start : start + buffered],
+            plaintext[: opened * 65519],
         )
         job = parts.receive_job(WHOLE, SIZE, digests=parts.table_of(DATA))
         result, _ = await receive(pool, job, target, wire[start + buffered :], channel=channel)
@@ -186,7 +191,9 @@ def test_a_wrong_block_is_never_written(tmp_path: Path, target: int) -> None:
 
     async def work(pool: WorkerPool) -> None:
         job = parts.receive_job(WHOLE, SIZE, digests=parts.table_of(DATA))
-        with pytest.raises(WorkerError, match=r"block 1 of model\.gguf is not the one that was signed") as caught:
+        with pytest.raises(
+            WorkerError, match=r"block 1 of model\.gguf is not the one that was signed"
+        ) as caught:
             await receive(pool, job, target, frame(bytes(wrong)))
         assert (caught.value.code, caught.value.block, caught.value.bytes_done) == ("corrupt", 1, MIB)
 
@@ -211,11 +218,17 @@ ALTERED[70000] ^= 1
 @pytest.mark.parametrize(
     ("wire", "message"),
     [
-        (frame(DATA, header=b"\x03" + SIZE.to_bytes(8, "little")), "the peer sent frame 3 instead of the file's"),
+        (
+            frame(DATA, header=b"\x03" + SIZE.to_bytes(8, "little")),
+            "the peer sent frame 3 instead of the file's",
+        ),
         (frame(DATA[1:]), f"the peer announced {SIZE - 1} bytes instead of {SIZE}"),
         (parts.seal(b"\x18" + bytes(7), 5), "too short for a frame's header"),
         (frame(DATA + b"x", header=parts.data_header(SIZE)), f"sent more than the {SIZE} bytes"),
-        (parts.seal(parts.data_header(SIZE), 5) + b"\0\x10" + bytes(16), "a record of 16 bytes, which cannot hold"),
+        (
+            parts.seal(parts.data_header(SIZE), 5) + b"\0\x10" + bytes(16),
+            "a record of 16 bytes, which cannot hold",
+        ),
         (bytes(ALTERED), "a record that cannot be used: record 6 does not open"),
         (frame(DATA, counter=6), "record 5 does not open"),
     ],
@@ -242,7 +255,7 @@ def test_more_than_was_announced_in_the_first_record(target: int) -> None:
 @pytest.mark.parametrize("sent", [0, 5, 100000, len(frame(DATA)) - 1])
 def test_a_peer_that_leaves_inside_the_frame(target: int, sent: int) -> None:
     async def work(pool: WorkerPool) -> None:
-        with pytest.raises(WorkerError, match="the connection broke .* ended inside the frame") as caught:
+        with pytest.raises(WorkerError, match=r"the connection broke .* ended inside the frame") as caught:
             await receive(pool, parts.receive_job(WHOLE, SIZE), target, frame(DATA)[:sent], close=True)
         assert caught.value.code == "closed"
 
@@ -305,8 +318,8 @@ def test_a_small_filesystem_that_fills_up(tmp_path: Path) -> None:
             missing = SIZE - MIB
             assert caught.value.code == "storage"
             assert caught.value.message == (
-                f"cannot write model.gguf: the filesystem is full; {missing} bytes of this stream are missing and"
-                f" the filesystem has 0 bytes free. Make room for {missing} more and try again"
+                f"cannot write model.gguf: the filesystem is full; {missing} bytes of this stream are missing"
+                f" and the filesystem has 0 bytes free. Make room for {missing} more and try again"
             )
             assert caught.value.bytes_done <= MIB
 

@@ -23,7 +23,7 @@ def relay_job(length: int, **more: object) -> Relay:
 
 
 def hop_channels() -> tuple[Channel, Channel]:
-    """Towards the previous hop, which seals with A at 5; towards the next one, to which we seal with C at 70."""
+    """Towards the previous hop, which seals with A at 5; towards the next one, for which C seals at 70."""
     return Channel(parts.KEY_B, 9, parts.KEY_A, 5), Channel(KEY_C, 70, KEY_D, 80)
 
 
@@ -101,9 +101,7 @@ async def run_with_ends(
     up, down = hop_channels()
     task = asyncio.ensure_future(pool.run(job, [(hop_in, up), (hop_out, down)]))
     await asyncio.get_running_loop().sock_sendall(first, wire)
-    await parts.wait_until(
-        lambda: task.done() or any(each.state.name == "BUSY" for each in pool.reports())
-    )
+    await parts.wait_until(lambda: task.done() or any(each.state.name == "BUSY" for each in pool.reports()))
     if close == "first":
         first.close()
     if close == "last":

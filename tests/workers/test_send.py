@@ -85,7 +85,9 @@ def test_what_the_session_had_received_comes_back_untouched(tmp_path: Path) -> N
         left, right = parts.tcp_pair()
         channel = parts.Channel(parts.KEY_A, 5, parts.KEY_B, 9, b"torn record", b"opened frame")
         result = await pool.run(parts.send_job(((0, 7),)), [(left, channel)], [descriptor])
-        assert result.channel == parts.Channel(parts.KEY_A, 6, parts.KEY_B, 9, b"torn record", b"opened frame")
+        assert result.channel == parts.Channel(
+            parts.KEY_A, 6, parts.KEY_B, 9, b"torn record", b"opened frame"
+        )
         left.close()
         right.close()
 
@@ -135,7 +137,9 @@ def test_a_file_that_shrinks_fails_its_own_job(tmp_path: Path) -> None:
     async def work(pool: WorkerPool) -> None:
         error, right = await failure(pool, descriptor, parts.send_job(((0, 2 * MIB),)))
         assert error.code == "storage"
-        assert error.message == "model.gguf became shorter while it was sent: the file ends before byte 1048576"
+        assert (
+            error.message == "model.gguf became shorter while it was sent: the file ends before byte 1048576"
+        )
         assert error.bytes_done < MIB
         await parts.wait_until(lambda: [each.state.name for each in pool.reports()] == ["IDLE"])
         right.close()
@@ -204,7 +208,9 @@ def test_a_peer_that_leaves(tmp_path: Path) -> None:
         task = asyncio.ensure_future(pool.run(parts.send_job(((0, 64 * MIB),)), [(left, ours)], [descriptor]))
         await parts.read_all(right, MIB)
         right.close()
-        with pytest.raises(WorkerError, match="the connection broke before everything was transferred") as caught:
+        with pytest.raises(
+            WorkerError, match="the connection broke before everything was transferred"
+        ) as caught:
             await task
         assert caught.value.code == "closed"
 
@@ -218,7 +224,9 @@ def test_a_counter_that_would_wrap_sends_nothing_more(tmp_path: Path) -> None:
     async def work(pool: WorkerPool) -> None:
         left, right = parts.tcp_pair()
         channel = parts.Channel(parts.KEY_A, 2**64 - 3, parts.KEY_B, 9)
-        with pytest.raises(WorkerError, match="nothing more can be sent on this connection: .*would wrap") as caught:
+        with pytest.raises(
+            WorkerError, match=r"nothing more can be sent on this connection: .*would wrap"
+        ) as caught:
             await pool.run(parts.send_job(((0, 200000),)), [(left, channel)], [descriptor])
         assert caught.value.code == "protocol"
         right.close()

@@ -2,9 +2,9 @@
 
     python tools/bench/workers.py [FOLDER] [--size MIB] [--streams N] [--rounds N]
 
-The floor of a transfer is what the kernel alone needs (sendfile into a TCP socket, recv and pwrite behind it) and
-what the arithmetic alone needs (seal and open each record, SHA-256 each block). CPU-seconds are those of all
-processes that take part, the main one apart.
+The floor of a transfer is what the kernel alone needs (sendfile into a TCP socket, recv and pwrite behind it)
+and what the arithmetic alone needs (seal and open each record, SHA-256 each block). CPU-seconds are those of
+all processes that take part, the main one apart.
 """
 
 from __future__ import annotations

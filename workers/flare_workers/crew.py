@@ -17,6 +17,7 @@ from flare_workers.slots import Slot, SlotState
 from flare_workers.spawner import MESSAGE_SIZE, SpawnerHandle, Word
 
 _REPORT_GRACE = 10.0  # seconds until the spawner must have reported a death that we already see
+_END_GRACE = 1.0  # seconds until a worker that closed its socket has ended by itself, so that we learn how
 _CLOSE_GRACE = 5.0  # seconds in which a worker that was let go ends by itself
 _SPAWNS_AT_ONCE = 16  # their requests and reports always fit the spawner's socket
 
@@ -138,6 +139,7 @@ class Crew:
 
     async def bury(self, worker: Worker) -> str:
         """Make sure that a worker that broke off is dead, and say how it ended."""
+        await asyncio.wait({worker.death}, timeout=_END_GRACE)
         worker.control.close()
         self.kill(worker)  # it may live on with a broken pipe
         await asyncio.wait({worker.death}, timeout=_REPORT_GRACE)

@@ -9,7 +9,13 @@ import traceback
 from flare_workers.handover import Order, encode_reply, receive_order
 from flare_workers.hashing import digest_ranges
 from flare_workers.jobs import Hash, Receive, Relay, Result, Send, WorkerError
-from flare_workers.process import die_with_parent, keep_only, leave_signals_to_parent, set_title
+from flare_workers.process import (
+    die_with_parent,
+    keep_only,
+    leave_no_core_file,
+    leave_signals_to_parent,
+    set_title,
+)
 from flare_workers.receive import receive
 from flare_workers.relay import relay
 from flare_workers.send import send
@@ -31,6 +37,7 @@ def worker_life(control: int, slot: Slot, spawner: int) -> None:
     try:
         die_with_parent(spawner)
         leave_signals_to_parent()
+        leave_no_core_file()
         keep_only(control)
         with socket.socket(fileno=control) as connection:
             _carry_out_orders(connection, slot)

@@ -147,6 +147,8 @@ class WorkerPool:
                 _check_continuity(assignment, reply)
             except (OSError, ValueError) as error:
                 done = worker.slot.bytes_done
+                if isinstance(error, ValueError):
+                    self._crew.kill(worker)
                 how = await self._crew.bury(worker)
                 if isinstance(error, ValueError):
                     how = f"answered nonsense: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
@@ -34,6 +35,11 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def leave_no_core_file() -> None:
+    """A worker that crashes must not write its keys to the disk."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def keep_only(descriptor: int) -> None:
