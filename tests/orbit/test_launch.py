@@ -385,3 +385,31 @@ def test_a_node_without_the_engine_is_named_before_anything_moves(orbit: Lab, tm
     assert outcome.code == 7
     assert "llama.cpp" in outcome.err
     assert "Uploading" not in outcome.err
+
+
+def test_a_core_on_another_node_is_fetched_before_ranks_start(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz", "volta")
+    core = make_core(tmp_path / "core", size=3 * MIB + 17)
+    for source in ("hertz", "volta"):  # a member of the group, and a node outside it
+        words = (
+            "orbit",
+            "run",
+            f"{source}:{core}",
+            "--nodes",
+            "maxwell,hertz",
+            "--name",
+            "glm",
+            "--detach",
+            *TRUST,
+        )
+        outcome = orbit.flare(*words)
+        assert outcome.code == 0, outcome
+        assert f"maxwell fetches the core from {source}." in outcome.err
+        if source == "hertz":
+            assert "maxwell fetched" in outcome.err
+        else:
+            assert "maxwell had everything in its cache already." in outcome.err
+        assert orbit.flare("orbit", "stop").code == 0
+    (arrived,) = (tmp_path / "maxwell/.cache/flare/cores").glob("*/model/Tiny.gguf")
+    assert arrived.read_bytes() == pattern(3 * MIB + 17)
+    assert re.search(r"maxwell +\S+ +3 +\S+ MB +yes", orbit.flare("orbit", "cores").out)
