@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from flare.agent import file_requests, group_requests, report_requests
 from flare.agent.node import Node
 from flare.agent.pairing import WrongProofError
+from flare.agent.transfers import requests as transfer_requests
+from flare.agent.transfers import serving
 from flare.errors import FlareError, ForbiddenError, LocalProtocolError, PairingError, UnsupportedError
 from flare.session import Session, SessionClosedError, format_address
 from flare.wire.messages import (
@@ -21,6 +23,8 @@ from flare.wire.messages import (
     Controllers,
     ControllersReply,
     Fabric,
+    Fetch,
+    FetchFabric,
     Get,
     Have,
     Message,
@@ -33,6 +37,7 @@ from flare.wire.messages import (
     Stat,
     Status,
     Stop,
+    Transfer,
 )
 
 WRONG_PROOF_DELAY = 1.0  # seconds: what a guess of a join code costs
@@ -75,6 +80,9 @@ HANDLERS: dict[type[Message], Callable[..., Awaitable[None]]] = {
     Get: file_requests.get,
     Have: file_requests.have,
     Put: file_requests.put,
+    Transfer: transfer_requests.transfer,
+    Fetch: serving.fetch,
+    FetchFabric: serving.fetch_fabric,
     Run: group_requests.run,
     Attach: group_requests.attach,
     Stop: group_requests.stop,
@@ -109,7 +117,8 @@ class Conversations:
         self._obeyed = self._keys()
         current = asyncio.current_task()
         for task, session in tuple(self._tasks.items()):
-            if session.peer_key in removed and task is not current:
+            allowed_by = self._node.transfers.signers.get(session)
+            if (session.peer_key in removed or allowed_by in removed) and task is not current:
                 session.abort("its key was removed from the controller set")
                 task.cancel()
 

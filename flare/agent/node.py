@@ -15,6 +15,7 @@ from flare.agent.cache import Cache
 from flare.agent.pairing import Pairing
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
+from flare.agent.transfers.running import Transfers
 from flare.engine_install import installed_engines
 from flare.identity import Identity
 from flare.paths import Paths
@@ -33,7 +34,11 @@ class Pool(Protocol):
     """What the handlers need of flare_workers.pool.WorkerPool."""
 
     def run(
-        self, job: Job, sockets: Sequence[tuple[Any, Channel]] = (), files: Sequence[int] = ()
+        self,
+        job: Job,
+        sockets: Sequence[tuple[Any, Channel]] = (),
+        files: Sequence[int] = (),
+        on_progress: Callable[[int], None] | None = None,
     ) -> Awaitable[Result]:
         """Run a job in a worker."""
 
@@ -64,6 +69,7 @@ class Node:
     executable: tuple[str, ...]
     executable_path: str | None
     wall_clock: Callable[[], float] = time.time
+    transfers: Transfers = field(default_factory=Transfers)
     _engines: dict[str, str] = field(default_factory=dict)
     _engines_at: float = -ENGINES_FRESH
     _kept: set[asyncio.Task[None]] = field(default_factory=set)

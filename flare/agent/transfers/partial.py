@@ -1,0 +1,162 @@
+"""A file that is being received: sparse, under a name of its own, until it is whole.
+
+Without `resume` it lies in the cache's arriving/ and goes when the transfer fails. With it, it lies in
+resuming/<entry>/ beside its journal, and the next transfer of the same core goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from flare.agent.cache import Cache, Entry
+from flare.agent.transfers.journal import HEADER_SIZE, Journal, identity_of
+from flare.errors import StorageError
+from flare.files import describe_os_error, ensure_private_folder
+from flare_workers.ranges import Ranges, Run
+
+COPY_PIECE = 64 << 20  # bytes a system call copies, so that a copy of a large file can be given up
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_NAME_DIGITS = 32  # hex digits of a file's name there: paths of cores may be longer than a name
+
+
+class Partial:
+    """One file on its way. Blocks: use it in a thread, except for the attributes.
+
+    Args:
+        cache: where it will be published.
+        entry: the core directory.
+        path: in that directory.
+        size: of the whole file in bytes.
+        index_sha256: of the core's signed index, hex.
+        resume: whether it outlives a failure.
+
+    Attributes:
+        descriptor: open for reading and writing.
+        location: where it lies now.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+
+    def __init__(
+        self, cache: Cache, entry: Entry, path: str, size: int, *, index_sha256: str, resume: bool
+    ) -> None:
+        self.path = path
+        self.size = size
+        self.journal: Journal | None = None
+        self.given_up = False
+        self.location = kept_at(cache, entry, path) if resume else cache.new_arrival()
+        try:
+            if resume:
+                ensure_private_folder(self.location.parent)
+            self.descriptor = os.open(self.location, _FLAGS | (0 if resume else os.O_EXCL), 0o600)
+        except OSError as problem:
+            raise describe_os_error(problem, "Cannot make a file in the cache") from None
+        try:
+            if resume:
+                self.journal = Journal(_journal_of(self.location), identity_of(index_sha256, path, size))
+                if os.fstat(self.descriptor).st_size != size:
+                    self._start_over()
+                elif not self.journal.ranges.runs:
+                    os.ftruncate(self.descriptor, 0)  # what is in it belongs to nothing that we know
+            os.ftruncate(self.descriptor, size)
+        except OSError as problem:
+            self.discard()
+            raise describe_os_error(problem, "Cannot make a file in the cache") from None
+        except BaseException:
+            self.discard()
+            raise
+
+    @property
+    def kept(self) -> Ranges:
+        """Covered bytes that an earlier transfer checked and put on the disk."""
+        return Ranges() if self.journal is None else self.journal.ranges
+
+    def start_over(self) -> None:
+        """Forget everything that an earlier transfer left in it.
+
+        Raises:
+            StorageError: it cannot be emptied.
+        """
+        try:
+            self._start_over()
+            os.ftruncate(self.descriptor, self.size)
+        except OSError as problem:
+            raise describe_os_error(problem, "Cannot empty a file in the cache") from None
+
+    def _start_over(self) -> None:
+        os.ftruncate(self.descriptor, 0)
+        if self.journal is not None:
+            identity = self.journal.identity
+            self.journal.close()
+            _journal_of(self.location).unlink(missing_ok=True)
+            self.journal = Journal(_journal_of(self.location), identity)
+
+    def copy_from(self, descriptor: int, runs: Iterable[Run]) -> None:
+        """Copy ranges of a published file, sharing its extents where the file system can.
+
+        Args:
+            descriptor: of that file, of the same size.
+            runs: (offset, length) in bytes, counted on disk.
+
+        Raises:
+            StorageError: it cannot be read, or there is no room.
+        """
+        try:
+            for offset, length in runs:
+                position, end = offset, offset + length
+                while position < end and not self.given_up:
+                    count = min(COPY_PIECE, end - position)
+                    copied = os.copy_file_range(descriptor, self.descriptor, count, position, position)
+                    if not copied:
+                        raise StorageError(f"{self.path} in the cache became shorter while it was copied.")
+                    position += copied
+        except OSError as problem:
+            raise describe_os_error(problem, f"Cannot copy {self.path} in the cache") from None
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of it.
+
+        Args:
+            keep: leave it for the next transfer, if it is one that can be resumed.
+        """
+        if keep and self.journal is not None:
+            os.close(self.descriptor)
+            self.journal.close()
+        else:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove it; a published file has its name elsewhere."""
+        os.close(self.descriptor)
+        self.location.unlink(missing_ok=True)
+        if self.journal is not None:
+            self.journal.close()
+            _journal_of(self.location).unlink(missing_ok=True)
+
+
+def kept_at(cache: Cache, entry: Entry, path: str) -> Path:
+    """Return where a resumable partial file lies."""
+    name = hashlib.sha256(path.encode("utf-8", "surrogatepass")).hexdigest()[:_NAME_DIGITS]
+    return cache.resuming / str(entry) / f"{name}.part"
+
+
+def kept_bytes(cache: Cache, entry: Entry, path: str, size: int, index_sha256: str) -> Ranges:
+    """Return which covered bytes a partial file that lies there has, without changing anything. Blocks."""
+    location = kept_at(cache, entry, path)
+    journal = _journal_of(location)
+    try:
+        if location.lstat().st_size != size or journal.lstat().st_size < HEADER_SIZE:
+            return Ranges()
+    except OSError:
+        return Ranges()
+    found = Journal(journal, identity_of(index_sha256, path, size))
+    found.close()
+    return found.ranges
+
+
+def _journal_of(location: Path) -> Path:
+    return location.with_suffix(".journal")

@@ -1,0 +1,87 @@
+"""TRANSFER: a controller has this node fetch a core, or its rank's part of one, from another node."""
+
+from __future__ import annotations
+
+import asyncio
+
+from flare.agent.cache import Entry
+from flare.agent.connected import while_connected
+from flare.agent.folders import check_file_path
+from flare.agent.node import Node
+from flare.agent.transfers.intake import Intake, Order
+from flare.agent.transfers.route import Route
+from flare.agent.transfers.running import Progress
+from flare.agent.transfers.waiting import settled
+from flare.errors import ForbiddenError, RemoteProtocolError
+from flare.session import Session
+from flare.trust.grants import CheckedGrant, check_transfer
+from flare.wire.messages import Transfer, TransferProgress, TransferReply
+
+PROGRESS_INTERVAL = 0.25  # seconds: the protocol allows four TRANSFER_PROGRESS a second
+
+
+async def transfer(node: Node, session: Session, request: Transfer) -> None:
+    """Check a grant to the last word, then fetch, verify, publish, and reply when all is on the disk."""
+    controllers = node.authority.controllers
+    if controllers is None:
+        raise ForbiddenError("This node obeys no controller.")
+    checked = check_transfer(
+        request.grant,
+        session_key=session.peer_key,
+        controllers=controllers,
+        own_key=node.identity.public_key,
+        now=int(node.wall_clock()),
+        seen=node.ranks.was_stopped,
+    )
+    order = _order(node, request, checked)
+    node.cache.store_profile(request.publisher, checked.grant.package.publisher)
+    node.remember_grant(checked.grant, request.grant.signer)
+    await while_connected(session, _carry_out(node, session, order), "a transfer")
+
+
+def _order(node: Node, request: Transfer, checked: CheckedGrant) -> Order:
+    """Hold what the request names against its grant.
+
+    Raises:
+        ForbiddenError: the grant does not allow it.
+        RemoteProtocolError: it makes no sense.
+    """
+    grant, member = checked.grant, checked.member
+    entry = Entry.parse(request.directory)
+    package = grant.package
+    if entry is None or (entry.export, entry.length) != (package.export, package.length):
+        raise ForbiddenError("The request's directory is not one of the core that the grant names.")
+    if entry.rank is not None and entry.rank != member.rank:
+        raise ForbiddenError("The request's directory is another rank's than the grant gives this node.")
+    for file in package.files:
+        check_file_path(file, RemoteProtocolError)
+    for asked in request.files:
+        if asked.path not in package.files:
+            raise ForbiddenError("The request names a file that the grant does not name.")
+    route = Route(node, request.grant, grant, member, request.source, request.streams)
+    resume = request.resume or node.settings.agent.resume_transfers
+    return Order(package, entry, route, request.files, resume)
+
+
+async def _carry_out(node: Node, session: Session, order: Order) -> None:
+    shown: list[Progress] = []
+
+    async def work(progress: Progress) -> TransferReply:
+        return await Intake(node, order, progress).run()
+
+    wish = (order.package.index_sha256, order.asked)
+    joining = asyncio.create_task(node.transfers.join(str(order.entry), wish, work, shown.append))
+    told: tuple[int, int, int | None] = (0, 0, None)
+    try:
+        while not joining.done():
+            await asyncio.wait({joining}, timeout=PROGRESS_INTERVAL)
+            for progress in shown[-1:]:
+                now = (progress.transferred, progress.verified, progress.total)
+                if now != told and session.hello.transfer_progress and not joining.done():
+                    await session.send(TransferProgress(*now))
+                    told = now
+        reply = joining.result()
+    finally:
+        joining.cancel()
+        await settled(joining)
+    await session.send(reply)
