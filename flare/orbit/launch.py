@@ -32,10 +32,11 @@ from flare.orbit.request import LaunchRequest
 from flare.orbit.resolve import Core, resolve_core
 from flare.orbit.staging import Staging, stage_core, stage_executable
 from flare.orbit.stopping import stop_group
+from flare.orbit.transfers import package_of
 from flare.paths import check_name
 from flare.placement import Placed, Placement
 from flare.session import format_address, parse_address
-from flare.trust.grants import Grant, Member, Package, Source, new_launch_id, sign_grant
+from flare.trust.grants import Grant, Member, new_launch_id, sign_grant
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import KIND_RUN_GRANT, KIND_TRANSFER_GRANT
 from flare.wire.messages import Run, Status
@@ -295,7 +296,6 @@ def _grant(plan: Plan, launch_id: str) -> Grant:
     core = plan.core
     options = plan.request.options
     issued = _now()
-    source = None if core.source is None else Source(core.source.public_key, core.path)
     return Grant(
         kind=KIND_TRANSFER_GRANT,
         launch=launch_id,
@@ -303,14 +303,7 @@ def _grant(plan: Plan, launch_id: str) -> Grant:
         members=tuple(
             _member(member, node) for member, node in zip(plan.placement.members, plan.nodes, strict=True)
         ),
-        package=Package(
-            export=core.export,
-            length=core.primary.size,
-            files=tuple(path for path, _ in core.files),
-            source=source,
-            index_sha256=core.primary.index_sha256.hex(),
-            publisher=core.primary.fingerprint,
-        ),
+        package=package_of(core),
         rendezvous=None,
         serving=options.serving_words(),
         rank_zero=options.rank_zero_words(),

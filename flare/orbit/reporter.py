@@ -16,6 +16,9 @@ class Bar(Protocol):
     def to(self, done: int, /) -> None:
         """Set the bytes done so far."""
 
+    def total(self, total: int | None, /) -> None:
+        """Set the bytes in all, when they become known."""
+
 
 class Reporter(Protocol):
     """What the controller tells while it works. Texts may hold a peer's words: implementations escape."""

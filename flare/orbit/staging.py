@@ -83,8 +83,8 @@ async def _fetch_from(client: Client, staging: Staging, source: NodeEntry) -> No
         streams=staging.streams,
         files=complete_files(core),
     )
-    label = f"{source.name} to {zero.name}"
-    reply = await transfer(client, zero, request, label=label, total=core.stored_bytes)
+    with client.controller.reporter.progress() as add:
+        reply = await transfer(client, zero, request, add(f"{source.name} to {zero.name}", core.stored_bytes))
     if reply.bytes:
         rate = reply.bytes / max(reply.seconds, 0.001) / 1e6
         client.controller.reporter.note(

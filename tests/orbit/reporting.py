@@ -11,7 +11,7 @@ from flare.orbit.reporter import Bar
 class RecordingBar:
     def __init__(self, label: str, total: int | None) -> None:
         self.label = label
-        self.total = total
+        self.wanted = total
         self.done = 0
 
     def advance(self, count: int, /) -> None:
@@ -19,6 +19,9 @@ class RecordingBar:
 
     def to(self, done: int, /) -> None:
         self.done = done
+
+    def total(self, total: int | None, /) -> None:
+        self.wanted = total
 
 
 class RecordingReporter:
