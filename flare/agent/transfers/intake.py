@@ -188,7 +188,8 @@ class Intake:
             end = PREFIX_LENGTH + header_length(prefix, f"{name} from {source}")
             if end > package.length:
                 raise CoreError(f"{name} from {source} is cut off: its header ends at byte {end}.")
-            await receiver.receive_unchecked(head, 0, end)
+            await in_thread(head.write, prefix)
+            await receiver.receive_unchecked(head, PREFIX_LENGTH, end - PREFIX_LENGTH)
             primary = await load_primary_isolated(head.location)
             check_primary(primary, package, f"The core on {source}")
             await receiver.receive_unchecked(head, primary.digests_offset, primary.index.digests_length)

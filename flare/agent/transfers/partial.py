@@ -95,6 +95,17 @@ class Partial:
             _journal_of(self.location).unlink(missing_ok=True)
             self.journal = Journal(_journal_of(self.location), identity)
 
+    def write(self, data: bytes) -> None:
+        """Write the file's first bytes.
+
+        Raises:
+            StorageError: there is no room.
+        """
+        try:
+            os.pwrite(self.descriptor, data, 0)
+        except OSError as problem:
+            raise describe_os_error(problem, f"Cannot write {self.path} in the cache") from None
+
     def copy_from(self, descriptor: int, runs: Iterable[Run]) -> None:
         """Copy ranges of a published file, sharing its extents where the file system can.
 
