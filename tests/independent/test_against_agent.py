@@ -326,7 +326,6 @@ def test_status(paired: Agent) -> None:
         assert peer.request("METRICS", {})["groups"] == []
 
 
-@pytest.mark.xfail(raises=RemoteError, reason="the agent does not report fabric endpoints yet")
 def test_fabric(paired: Agent) -> None:
     with paired.session(paired.controller) as peer:
         assert isinstance(peer.request("FABRIC", {})["endpoints"], list)
