@@ -14,6 +14,7 @@ class OrbitGroup(LazyGroup):
         "pair": ("flare.cli.orbit_pair", "pair", "Pair nodes with this controller and record them."),
         "status": ("flare.cli.orbit_status", "status", "Show nodes, devices, groups and caches."),
         "run": ("flare.cli.orbit_run", "run", "Place a core on nodes, start its group and follow it."),
+        "push": ("flare.cli.orbit_push", "push", "Place a core on nodes ahead of any launch."),
         "ls": ("flare.cli.orbit_ls", "ls", "List saved groups and runs."),
         "attach": ("flare.cli.orbit_attach", "attach", "Follow a group's output; Ctrl-C detaches."),
         "stop": ("flare.cli.orbit_stop", "stop", "Stop groups, rank zero first."),

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 @click.option(
     "--transfer-streams", type=int, metavar="N", help="Parallel connections for core data (default 8)."
 )
+@click.option("--roce-ring", is_flag=True, help="The ranks' nodes are cabled as a ring, in rank order.")
+@click.option("--roce-chain", is_flag=True, help="The ranks' nodes are cabled as a chain, in rank order.")
 @click.option("--accept-publisher", metavar="FINGERPRINT", help="Accept this publisher without a question.")
 @click.option("--executable", metavar="FILE", help="Upload this Flare build and run it on every node.")
 @click.option(

@@ -24,6 +24,7 @@ from flare.orbit.candidates import (
     place_core,
 )
 from flare.orbit.client import Client
+from flare.orbit.fabric import Way, find_way, plan_fabric
 from flare.orbit.follow import RankStream
 from flare.orbit.orbit_file import edit_orbit_file
 from flare.orbit.orbit_records import NodeEntry
@@ -36,7 +37,7 @@ from flare.orbit.transfers import package_of
 from flare.paths import check_name
 from flare.placement import Placed, Placement
 from flare.session import format_address, parse_address
-from flare.trust.grants import Grant, Member, new_launch_id, sign_grant
+from flare.trust.grants import Grant, Member, TransferFabric, new_launch_id, sign_grant
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import KIND_RUN_GRANT, KIND_TRANSFER_GRANT
 from flare.wire.messages import Run, Status
@@ -58,6 +59,8 @@ class Plan:
         override: an executable of the operator's own instead of the installed ones.
         rendezvous: rank zero's "address:port" for its peers; None with one member.
         cache_free: bytes that rank zero's cache may still take.
+        fabric: links between the members, where rank zero fetches the core from another one of them.
+        way: how the core comes to rank zero from another node; None when none has to send it.
     """
 
     request: LaunchRequest
@@ -70,6 +73,8 @@ class Plan:
     override: Override | None
     rendezvous: str | None
     cache_free: int
+    fabric: TransferFabric | None
+    way: Way | None
 
     def to_json(self) -> dict[str, Any]:
         """The placement for scripts."""
@@ -157,6 +162,7 @@ async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
     nodes = tuple(entries[member.node.name] for member in placement.members)
     rendezvous = await _rendezvous(client, nodes) if len(nodes) > 1 else None
     free = {answer.node.name: answer.reply.cache_free for answer in answers if answer.reply is not None}
+    fabric, way = await _way_to_rank_zero(client, request, core, nodes)
     return Plan(
         request,
         core,
@@ -168,7 +174,25 @@ async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
         override,
         rendezvous,
         free[nodes[0].name],
+        fabric,
+        way,
     )
+
+
+async def _way_to_rank_zero(
+    client: Client, request: LaunchRequest, core: Core, nodes: Sequence[NodeEntry]
+) -> tuple[TransferFabric | None, Way | None]:
+    """Plan how rank zero's node fetches a core that another node holds."""
+    if core.source is None or core.source.name == nodes[0].name:
+        return None, None
+    source = next((rank for rank, node in enumerate(nodes) if node.name == core.source.name), None)
+    fabric = None
+    if source is not None:
+        definition = request.definition
+        fabric = await plan_fabric(
+            client, nodes, ring=bool(definition.roce_ring), chain=bool(definition.roce_chain)
+        )
+    return fabric, find_way(fabric, nodes, source, 0, request.streams)
 
 
 async def _rendezvous(client: Client, nodes: Sequence[NodeEntry]) -> str:
@@ -192,6 +216,8 @@ def report_plan(client: Client, plan: Plan) -> None:
     )
     for line in describe_placement(plan.core, plan.placement):
         reporter.say(f"  {line}")
+    if plan.way is not None and plan.core.source is not None:
+        reporter.say(f"  {plan.nodes[0].name} fetches the core from {plan.core.source.name} {plan.way}")
 
 
 def _ranks(count: int) -> str:
@@ -228,7 +254,7 @@ async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> G
         nodes=plan.nodes,
         grant=sign_grant(client.controller.identity, grant),
         publisher=plan.publisher,
-        streams=plan.request.streams,
+        streams=plan.request.streams if plan.way is None else plan.way.streams,
         cache_free=plan.cache_free,
     )
     await stage_core(client, staging, spawner)
@@ -309,7 +335,7 @@ def _grant(plan: Plan, launch_id: str) -> Grant:
         rank_zero=options.rank_zero_words(),
         roce_ring=bool(plan.request.definition.roce_ring),
         roce_chain=bool(plan.request.definition.roce_chain),
-        transfer_fabric=None,
+        transfer_fabric=plan.fabric,
         # One member is one process: its agent starts it without a rank or a rendezvous.
         single_host=len(plan.nodes) == 1,
         launch_key_sha256=None,

@@ -434,6 +434,9 @@ class _Reading:
                 values[key] = table.get(key)
                 if not isinstance(values[key], bool | None):
                     self.complain("group", index, key, f"{key} of {where} must be true or false.")
+            if values["roce_ring"] is True and values["roce_chain"] is True:
+                sentence = f"roce_ring and roce_chain of {where} are both true; nodes are cabled one way."
+                self.complain("group", index, "roce_chain", sentence)
             streams = values["transfer_streams"] = table.get("transfer_streams")
             if streams is not None and (type(streams) is not int or not 1 <= streams <= MAX_TRANSFER_STREAMS):
                 self.complain(

@@ -33,6 +33,8 @@ class RunOptions:
     serving: tuple[str, ...] = ()
     persistent: bool = False
     transfer_streams: int | None = None
+    roce_ring: bool = False
+    roce_chain: bool = False
     executable: str | None = None
     publisher_keys: tuple[str, ...] = ()
     trust_store: str | None = None
@@ -81,11 +83,14 @@ def plan_request(orbit: OrbitFile, options: RunOptions) -> LaunchRequest:
             raise UsageError(f"Name a core, or a saved group with --name.{known}")
         raise UsageError(f"No saved group is named {options.name}, so name a core as well.{known}")
     base = saved or GroupDefinition(options.name or "")
+    cabled = options.roce_ring or options.roce_chain  # either word replaces what the saved group says
     definition = replace(
         base,
         core=options.core or base.core,
         nodes=options.nodes or base.nodes,
         gpus=base.gpus if options.gpus is None else options.gpus,
+        roce_ring=options.roce_ring if cabled else base.roce_ring,
+        roce_chain=options.roce_chain if cabled else base.roce_chain,
         transfer_streams=options.transfer_streams or base.transfer_streams,
         executable=_absolute_path(options.executable or base.executable),
         publisher_keys=tuple(
@@ -126,9 +131,28 @@ def _check_combinations(options: RunOptions) -> None:
         raise UsageError("--persistent saves a group by its name: give it one with --name NAME.")
     if options.name is not None:
         check_name(options.name, "group name")
-    streams = options.transfer_streams
+    check_streams(options.transfer_streams)
+    check_cabling(ring=options.roce_ring, chain=options.roce_chain)
+
+
+def check_streams(streams: int | None) -> None:
+    """Refuse a number of streams that the protocol does not have.
+
+    Raises:
+        UsageError: it is not from 1 to 64.
+    """
     if streams is not None and not 1 <= streams <= MAX_TRANSFER_STREAMS:
         raise UsageError(f"--transfer-streams takes a number from 1 to {MAX_TRANSFER_STREAMS}.")
+
+
+def check_cabling(*, ring: bool, chain: bool) -> None:
+    """Refuse nodes that are a ring and a chain.
+
+    Raises:
+        UsageError: both were given.
+    """
+    if ring and chain:
+        raise UsageError("--roce-ring and --roce-chain both say how the nodes are cabled; give one of them.")
 
 
 def _candidates(

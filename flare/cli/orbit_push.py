@@ -1,0 +1,103 @@
+"""`flare orbit push`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flare.cli import output
+from flare.cli.orbit_common import complete_nodes, json_option, open_controller, run_async
+
+if TYPE_CHECKING:
+    from flare.orbit.controller import Controller
+    from flare.orbit.push import PushRequest
+    from flare_workers.spawner import SpawnerHandle
+
+
+@click.command(short_help="Place a core on nodes ahead of any launch.")
+@click.argument("core")
+@click.option(
+    "--to",
+    metavar="NODE,...",
+    required=True,
+    shell_complete=complete_nodes,
+    help="Who receives; with one node for each rank, in rank order.",
+)
+@click.option("--roce-ring", is_flag=True, help="The nodes are cabled as a ring, in this order.")
+@click.option("--roce-chain", is_flag=True, help="The nodes are cabled as a chain, in this order.")
+@click.option("--transfer-streams", type=int, metavar="N", help="Parallel connections a file (default 8).")
+@click.option(
+    "--resume", is_flag=True, help="Keep verified blocks when a transfer fails, and go on from them."
+)
+@click.option("--accept-publisher", metavar="FINGERPRINT", help="Accept this publisher without a question.")
+@json_option
+def push(core: str, to: str, roce_ring: bool, roce_chain: bool, as_json: bool, **options: Any) -> None:
+    """Place a core on nodes, without starting anything.
+
+    CORE is a primary .safetensors file here, or NODE:/absolute/path on a paired node. With one node for each
+    rank of a multi-host core the first one receives the complete core and each other one its rank's data;
+    with any other number of nodes everybody receives the complete core. Bytes between nodes take the fabric
+    interfaces that the nodes report, and are verified as they arrive. Ctrl-C ends the transfers at the nodes.
+
+    \b
+    Example:  flare orbit push ./glm53-tp2.safetensors --to maxwell,hertz
+              flare orbit push maxwell:/data/glm53-tp4.safetensors \\
+                  --to maxwell,hertz,volta,tesla --roce-ring
+    """
+    from flare.orbit.push import plan_request
+    from flare.orbit.request import parse_names
+
+    controller = open_controller(quiet=as_json)
+    request = plan_request(
+        controller.orbit,
+        core,
+        parse_names(to),
+        ring=roce_ring,
+        chain=roce_chain,
+        streams=options["transfer_streams"],
+        resume=options["resume"],
+        accept_publisher=options["accept_publisher"],
+    )
+    _push(controller, request, as_json)
+
+
+def _push(controller: Controller, request: PushRequest, as_json: bool) -> None:
+    from flare.cores.reference import LocalReference
+
+    spawner = None
+    if isinstance(request.reference, LocalReference):
+        from flare_workers.spawner import start
+
+        # Upload workers are forked from a process that has neither an event loop nor a thread.
+        spawner = start()
+    try:
+        run_async(_run(controller, request, spawner, as_json))
+    finally:
+        if spawner is not None:
+            spawner.close()
+
+
+async def _run(
+    controller: Controller, request: PushRequest, spawner: SpawnerHandle | None, as_json: bool
+) -> None:
+    from flare.orbit.client import Client
+    from flare.orbit.distribution import distribute, raise_failures, report_delivered
+    from flare.orbit.push import plan_push, report_plan
+
+    client = Client(controller)
+    plan = await plan_push(client, request)
+    report_plan(client, plan)
+    outcomes = await distribute(client, plan, spawner)
+    report_delivered(client, outcomes)
+    if as_json:
+        output.print_json(
+            {
+                "core": str(plan.core.reference),
+                "export": plan.core.export,
+                "publisher": plan.core.primary.fingerprint,
+                "fabric": plan.fabric is not None,
+                "nodes": [outcome.to_json() for outcome in outcomes],
+            }
+        )
+    raise_failures(outcomes)
