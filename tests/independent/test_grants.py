@@ -14,9 +14,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from . import bodies, decoder
+from .agents import Agent, expect_error, running_agent
 from .peer import RemoteError, sign_record
 from .samples import build_core
-from .test_against_agent import Agent, expect_error, running_agent
 
 LAUNCH_KEY = bytes(range(32))
 MEMBER = Ed25519PrivateKey.generate()

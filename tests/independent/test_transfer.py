@@ -13,9 +13,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from . import bodies, decoder
+from .agents import running_agent
 from .peer import ClosedError, IndependentPeer, sign_record
 from .samples import build_core
-from .test_against_agent import running_agent
 from .test_grants import Place, cut
 
 
