@@ -224,9 +224,10 @@ class Gate:
 
     def __init__(self, agent: Agent, limit: int | None = None, pace: float = 0.0) -> None:
         self._agent = agent
-        self.limit = limit
         self.pace = pace
         self.connections = 0
+        self._limit = limit
+        self._opened = asyncio.Event()
         self.passed = 0
         self.at_limit = asyncio.Event()
         self._writers: list[asyncio.StreamWriter] = []
@@ -234,7 +235,7 @@ class Gate:
 
     async def __aenter__(self) -> Gate:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = "127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -243,6 +244,11 @@ class Gate:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def open(self) -> None:
+        """Let everything pass from now on."""
+        self._limit = None
+        self._opened.set()
 
     def cut(self) -> None:
         """Break every connection."""
@@ -264,10 +270,9 @@ class Gate:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while data := await reader.read(256 * 1024):
                 if counted:
-                    if self.limit is not None and self.passed + len(data) > self.limit:
+                    if self._limit is not None and self.passed + len(data) > self._limit:
                         self.at_limit.set()
-                        while self.limit is not None and self.passed + len(data) > self.limit:
-                            await asyncio.sleep(0.02)
+                        await self._opened.wait()
                     self.passed += len(data)
                     if self.pace:
                         await asyncio.sleep(self.pace)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 from functools import partial
+from pathlib import PurePosixPath
 
 from flare.agent.file_requests import open_source, run_with, worker_failure
 from flare.agent.node import Node
@@ -120,7 +121,7 @@ async def _send(
         length = check_ranges(ranges, size)
         await session.send(FetchReply(length=length, ranges=ranges))
         job = Send(
-            title=f"send {file} to {requester.name}",
+            title=f"send {PurePosixPath(file).name} to {requester.name}",
             name=file,
             ranges=ranges,
             file_size=size,
@@ -154,7 +155,7 @@ async def _relay(node: Node, session: Session, hop: FabricHop, request: FetchFab
             raise RemoteProtocolError(f"{before} answered with other ranges than it was asked for.")
         await session.send(reply)
         job = Relay(
-            title=f"relay {request.file} from {before} to {hop.requester.name}",
+            title=f"relay {PurePosixPath(request.file).name} from {before} to {hop.requester.name}",
             name=request.file,
             length=reply.length,
             stall_timeout=stall_timeout,

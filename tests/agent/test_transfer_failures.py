@@ -1,0 +1,449 @@
+"""Transfers that fail: wrong bytes, dead sources, full disks, controllers that leave. Nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flare.errors import (
+    ConflictError,
+    CoreError,
+    IntegrityError,
+    NotFoundError,
+    StorageError,
+    TransferError,
+    TrustError,
+    UnreachableError,
+)
+from flare.session import Session
+from flare.wire.messages import Controllers, Status, TransferProgress, TransferReply
+from tests.agent.transfer_world import (
+    MIB,
+    Gate,
+    Push,
+    asking,
+    fabric_of,
+    nothing_left,
+    random_bytes,
+    start,
+    until,
+)
+from tests.agent.world import Agent, Peer, descendants_of, drive
+from tests.cores.making import write_core, write_packed_core
+
+
+@pytest.fixture
+def pair(new_agent: Callable[..., Agent], controller: Peer) -> tuple[Agent, Agent]:
+    """Return two paired agents."""
+    agents = new_agent("source"), new_agent("destination")
+    start(agents, controller)
+    return agents
+
+
+def a_push(
+    pair: tuple[Agent, Agent], controller: Peer, folder: Path, size: int = 16 * MIB, **options: object
+) -> Push:
+    """Return a push of a directory core with one large file."""
+    files = {"model/weights.gguf": random_bytes(size), "model/config.json": b"{}"}
+    return Push(controller, write_core(folder / "core", files), pair[0], list(pair))
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+async def outcome(session: Session) -> TransferReply:
+    """Wait for a transfer's end."""
+    while True:
+        frame = await session.receive(TransferProgress, TransferReply, timeout=20)
+        if isinstance(frame, TransferReply):
+            return frame
+
+
+def busy_workers(agent: Agent) -> list[str]:
+    """Return the titles of an agent's workers that carry out a job."""
+    assert agent.process is not None
+    titles = []
+    for process in descendants_of(agent.process.pid):
+        try:
+            title = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0].decode()
+        except OSError:
+            continue
+        if title.startswith("flare: ") and title not in ("flare: worker idle", "flare: spawner"):
+            titles.append(title)
+    return sorted(titles)
+
+
+# -- wrong bytes -----------------------------------------------------------------------------------
+
+
+def test_a_flipped_byte_at_the_source(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    _, destination = pair
+    push = a_push(pair, controller, tmp_path)
+    flip(tmp_path / "core/model/weights.gguf", 11 * MIB + 17)
+    with pytest.raises(IntegrityError, match=r'Block 11 of "model/weights\.gguf" from hertz is not the one'):
+        drive(push.ask(destination))
+    nothing_left(destination)
+    flip(tmp_path / "core/model/weights.gguf", 11 * MIB + 17)
+    drive(push.ask(destination))
+    push.same(destination)
+
+
+def test_a_wrong_byte_removes_what_was_there_before(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    _, destination = pair
+    push = a_push(pair, controller, tmp_path)
+    drive(push.ask(destination))
+    stored = push.folder(destination) / "model/weights.gguf"
+    stored.chmod(0o644)
+    flip(stored, 3 * MIB)
+    with pytest.raises(IntegrityError, match=r'Block 3 of "model/weights\.gguf" in this node\'s cache'):
+        drive(push.ask(destination))
+    nothing_left(destination)
+
+
+@pytest.mark.parametrize("position", ["header", "index", "table"])
+def test_a_flipped_byte_in_the_primary(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path, position: str
+) -> None:
+    _, destination = pair
+    path = write_packed_core(tmp_path, random_bytes(3 * MIB))
+    push = Push(controller, path, pair[0], list(pair))
+    at = {
+        "header": 1,
+        "index": path.read_bytes().index(b"serving_reserve"),
+        "table": push.primary.digests_offset,
+    }
+    flip(path, at[position])
+    with pytest.raises(
+        (CoreError, TrustError, IntegrityError), match=r"packed\.safetensors from hertz|digest table"
+    ):
+        drive(push.ask(destination))
+    nothing_left(destination)
+
+
+def test_a_stored_primary_that_is_damaged(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    _, destination = pair
+    push = a_push(pair, controller, tmp_path, MIB)
+    drive(push.ask(destination))
+    stored = push.folder(destination) / push.package.files[0]
+    stored.chmod(0o644)
+    flip(stored, push.primary.digests_offset)
+    with pytest.raises(IntegrityError, match="is damaged and was removed"):
+        drive(push.ask(destination))
+    nothing_left(destination)
+
+
+def test_another_core_in_the_directory(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    _, destination = pair
+    push = a_push(pair, controller, tmp_path, MIB)
+    folder = push.folder(destination) / "model"
+    folder.mkdir(mode=0o700, parents=True)
+    (folder / "config.json").write_text("other")
+    with pytest.raises(ConflictError, match=r"holds another file named model/config\.json"):
+        drive(push.ask(destination))
+    assert (folder / "config.json").read_text() == "other"
+
+
+def test_another_core_at_the_source(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    _, destination = pair
+    push = a_push(pair, controller, tmp_path, MIB)
+    files = {"model/weights.gguf": random_bytes(MIB), "model/config.json": b"{}"}
+    write_core(tmp_path / "core", files)
+    assert push.path.stat().st_size == push.package.length
+    with pytest.raises(ConflictError, match="The core on hertz is not the core that the grant names"):
+        drive(push.ask(destination))
+    nothing_left(destination)
+
+
+# -- streams that break ----------------------------------------------------------------------------
+
+
+def test_the_source_is_killed(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = pair
+    push = a_push(pair, controller, tmp_path, 32 * MIB)
+
+    async def scenario() -> None:
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            asked = asyncio.create_task(push.ask(destination))
+            await gate.at_limit.wait()
+            titles = [f"flare: receive weights.gguf {number}/4 from hertz" for number in range(1, 5)]
+            await until(lambda: busy_workers(destination) == titles)
+            await until(lambda: "flare: send weights.gguf to node1" in busy_workers(source))
+            source.stop(signal.SIGKILL)
+            gate.open()
+            with pytest.raises(TransferError, match=r"Stream [1-4]/4 of model/weights\.gguf from hertz"):
+                await asked
+        assert (await controller.ask(destination, Status())).cores == ()
+
+    drive(scenario())
+    nothing_left(destination)
+    assert busy_workers(destination) == []
+
+
+def test_a_stream_that_stalls(new_agent: Callable[..., Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = new_agent("source"), new_agent("destination")
+    settings = destination.paths.settings_file
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[agent]\nstall_timeout = 1\n")
+    start((source, destination), controller)
+    push = a_push((source, destination), controller, tmp_path)
+
+    async def scenario() -> None:
+        async with Gate(source, limit=4 * MIB) as gate:
+            push.through = gate.address
+            with pytest.raises(
+                TransferError, match=r"Stream [1-4]/4 of .* from hertz: nothing moved for 1 s"
+            ):
+                await push.ask(destination)
+
+    drive(scenario())
+    nothing_left(destination)
+
+
+def test_the_source_cannot_be_reached(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = pair
+    push = a_push(pair, controller, tmp_path, MIB)
+    source.stop()
+    began = time.monotonic()
+    with pytest.raises(
+        UnreachableError, match=r"from hertz: hertz \(127\.0\.0\.1:\d+\) refused the connection"
+    ):
+        drive(push.ask(destination))
+    assert time.monotonic() - began < 5
+    nothing_left(destination)
+
+
+def test_a_fabric_link_that_is_down_is_not_gone_around(
+    new_agent: Callable[..., Agent], controller: Peer, tmp_path: Path
+) -> None:
+    agents = [new_agent(f"rank{rank}") for rank in range(3)]
+    start(agents, controller, listen="0.0.0.0:0")
+    path = write_packed_core(tmp_path, random_bytes(MIB))
+    push = Push(controller, path, agents[0], agents, fabric_of(agents, ring=True))
+    # In a ring of three every way is one hop, so the middle of a chain is what relays.
+    fabric = fabric_of(agents, ring=True)
+    chain = [list(row) for row in fabric.links]
+    chain[0][2] = chain[2][0] = ()
+    push.grant = replace(
+        push.grant, transfer_fabric=replace(fabric, ring=False, chain=True, links=tuple(map(tuple, chain)))
+    )
+    drive(push.ask(agents[2]))
+    push.same(agents[2])
+    agents[0].stop()
+    (agents[2].paths.cores / str(push.entry()) / ".verified").unlink()
+    for file in push.folder(agents[2]).iterdir():
+        file.unlink()
+    with pytest.raises(UnreachableError, match=r"from hertz: node1 \(127\.1\.2\.3:\d+\): node0 .* refused"):
+        drive(push.ask(agents[2]))
+
+
+def test_the_source_lacks_a_file(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    _, destination = pair
+    push = a_push(pair, controller, tmp_path, MIB)
+    (tmp_path / "core/model/weights.gguf").unlink()
+    with pytest.raises(NotFoundError, match=r"Stream 1/1 of model/weights\.gguf from hertz"):
+        drive(push.ask(destination))
+    nothing_left(destination)
+
+
+# -- those who ask ---------------------------------------------------------------------------------
+
+
+def test_a_controller_that_leaves(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = pair
+    push = a_push(pair, controller, tmp_path, 32 * MIB)
+
+    async def scenario() -> None:
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            async with asking(push, destination):
+                await gate.at_limit.wait()
+            await until(lambda: not busy_workers(destination) and not busy_workers(source))
+            await until(lambda: not list(destination.paths.cores.iterdir()))
+            nothing_left(destination)
+            gate.open()
+            await push.ask(destination)
+
+    drive(scenario())
+    push.same(destination)
+
+
+def test_one_of_two_that_wait_leaves(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = pair
+    push = a_push(pair, controller, tmp_path, 32 * MIB)
+
+    async def scenario() -> None:
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            async with asking(push, destination):
+                await gate.at_limit.wait()
+                second = asyncio.create_task(push.ask(destination))
+                await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)
+            gate.open()
+            assert (await second).verified
+
+    drive(scenario())
+    push.same(destination)
+
+
+def test_a_controller_that_is_removed(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = pair
+    laptop = Peer(2, "laptop")
+    both = controller.controllers.with_added(controller.identity, "laptop", laptop.key)
+    alone = both.with_removed(controller.identity, "laptop")
+    push = a_push(pair, laptop, tmp_path, 32 * MIB)
+
+    async def scenario() -> None:
+        for agent in pair:
+            await controller.ask(agent, Controllers(both.after(1)))
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            async with asking(push, destination) as session:
+                await gate.at_limit.wait()
+                # The source alone hears it first: what the removed key allowed ends there.
+                await controller.ask(source, Controllers(alone.after(2)))
+                await until(lambda: not busy_workers(source))
+                gate.open()
+                with pytest.raises(TransferError):
+                    await outcome(session)
+        nothing_left(destination)
+        await controller.ask(source, Controllers(alone.after(2)))
+
+    drive(scenario())
+
+
+def test_a_removed_controllers_transfer_ends(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    source, destination = pair
+    laptop = Peer(2, "laptop")
+    both = controller.controllers.with_added(controller.identity, "laptop", laptop.key)
+    alone = both.with_removed(controller.identity, "laptop")
+    push = a_push(pair, laptop, tmp_path, 32 * MIB)
+
+    async def scenario() -> None:
+        for agent in pair:
+            await controller.ask(agent, Controllers(both.after(1)))
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            async with asking(push, destination) as session:
+                await gate.at_limit.wait()
+                await controller.ask(destination, Controllers(alone.after(2)))
+                with pytest.raises(UnreachableError):
+                    await outcome(session)
+            await until(lambda: not busy_workers(destination))
+        await until(lambda: not list(destination.paths.cores.iterdir()))
+
+    drive(scenario())
+    nothing_left(destination)
+
+
+def test_the_agent_stops_in_the_middle(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = pair
+    push = a_push(pair, controller, tmp_path, 32 * MIB)
+
+    async def scenario() -> None:
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            async with asking(push, destination) as session:
+                await gate.at_limit.wait()
+                assert await asyncio.to_thread(destination.stop) == 0
+                with pytest.raises(UnreachableError):
+                    await outcome(session)
+
+    drive(scenario())
+    nothing_left(destination)
+    assert "Traceback" not in destination.log()
+
+
+# -- room ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_the_disk_fills_in_the_middle(
+    new_agent: Callable[..., Agent], controller: Peer, tmp_path: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: mounts a small file system")
+    source, destination = new_agent("source"), new_agent("destination")
+    cache = destination.paths.cache
+    cache.mkdir(parents=True)
+    # The agent wants 256 MiB to stay free; somebody else takes them while the transfer is under way.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=310m", "tmpfs", cache], check=True)
+    try:
+        start((source, destination), controller)
+        push = a_push((source, destination), controller, tmp_path, 32 * MIB)
+
+        async def scenario() -> None:
+            async with Gate(source, limit=8 * MIB) as gate:
+                push.through = gate.address
+                async with asking(push, destination) as session:
+                    await gate.at_limit.wait()
+                    with (cache / "somebody-elses").open("wb") as file:
+                        free = os.statvfs(cache)
+                        os.posix_fallocate(file.fileno(), 0, max(free.f_bavail * free.f_frsize - 4 * MIB, 1))
+                    gate.open()
+                    with pytest.raises(
+                        StorageError, match=r"Stream .* bytes of the whole transfer are still"
+                    ):
+                        await outcome(session)
+
+        drive(scenario())
+        nothing_left(destination)
+        destination.stop()
+    finally:
+        subprocess.run(["umount", "-l", cache], check=True)
+
+
+def test_no_room_is_said_before_anything_comes(
+    new_agent: Callable[..., Agent], controller: Peer, tmp_path: Path
+) -> None:
+    source, destination = new_agent("source"), new_agent("destination")
+    destination.paths.settings_file.parent.mkdir(parents=True)
+    destination.paths.settings_file.write_text('[agent]\ncache_limit = "4MiB"\n')
+    start((source, destination), controller)
+    push = a_push((source, destination), controller, tmp_path, 8 * MIB)
+    with pytest.raises(StorageError, match=r"has room for \d+ bytes, but 8388610 are needed"):
+        drive(push.ask(destination))
+    nothing_left(destination)
+
+
+def test_what_is_not_used_makes_room(
+    new_agent: Callable[..., Agent], controller: Peer, tmp_path: Path
+) -> None:
+    source, destination = new_agent("source"), new_agent("destination")
+    destination.paths.settings_file.parent.mkdir(parents=True)
+    destination.paths.settings_file.write_text('[agent]\ncache_limit = "20MiB"\n')
+    start((source, destination), controller)
+    pushes = [
+        a_push((source, destination), controller, tmp_path / str(number), 8 * MIB) for number in range(3)
+    ]
+
+    async def scenario() -> None:
+        for push in pushes[:2]:
+            await push.ask(destination)
+            await asyncio.sleep(0.05)
+        await pushes[2].ask(destination)
+        names = {report.name for report in (await controller.ask(destination, Status())).cores}
+        assert names == {str(push.entry()) for push in pushes[1:]}
+
+    drive(scenario())
