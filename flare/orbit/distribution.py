@@ -218,10 +218,9 @@ def _label(delivery: Delivery) -> str:
 
 def _explained(delivery: Delivery, problem: FlareError) -> FlareError:
     """Say whose delivery failed; the node's own sentence names file, block and stream."""
-    sentence = (
-        f"{delivery.node.name} did not receive {delivery.what} from "
-        f"{'this controller' if delivery.source is None else delivery.source.name}: {problem.message}"
-    )
+    source = "this controller" if delivery.source is None else delivery.source.name
+    what = delivery.what[0].upper() + delivery.what[1:]
+    sentence = f"{what} did not get from {source} to {delivery.node.name}: {problem.message}"
     if isinstance(problem, RemoteProtocolError):
         return RemoteProtocolError(sentence)
     return FlareError.from_wire(problem.code, sentence)

@@ -1,0 +1,235 @@
+"""`flare orbit push` on real agents that share this host; fabric interfaces proper are in tests/netlab."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cores.making import MIB, PUBLISHER, pattern, write_core, write_packed_core
+from tests.orbit.lab import Lab, lab, read_until, wait_for
+
+TRUST = ("--accept-publisher", PUBLISHER.fingerprint)
+
+
+@pytest.fixture
+def orbit(tmp_path: Path) -> Iterator[Lab]:
+    with lab(tmp_path) as made:
+        yield made
+
+
+def three_ranks(folder: Path, size: int = 6 * MIB) -> Path:
+    """A core whose peers read a third of its weights each, and nothing of its configuration."""
+    third = size // 3
+    return write_core(
+        folder,
+        {"model/weights.safetensors": pattern(size), "model/config.json": b"{}", "model/empty.txt": b""},
+        ranks=3,
+        rank_ranges=[None, [[0, third, third]], [[0, 2 * third, third]]],
+    )
+
+
+def use_loopback_as_fabric(orbit: Lab, *names: str) -> None:
+    for name in names:
+        settings = orbit.folder / name / ".config/flare/config.toml"
+        settings.parent.mkdir(parents=True)
+        settings.write_text('[fabric]\ninterfaces = ["lo"]\n')
+
+
+def cache(orbit: Lab, name: str) -> dict[str, Any]:
+    """A node's directories by name."""
+    listed = json.loads(orbit.flare("orbit", "cores", "--json").out)
+    return {core["name"]: core for core in listed if core["node"] == name}
+
+
+def digest(path: Path, offset: int = 0, length: int = -1) -> str:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return hashlib.sha256(file.read(length)).hexdigest()
+
+
+def stored(orbit: Lab, name: str, pattern_of_directory: str, path: str) -> Path:
+    (found,) = (orbit.folder / name / ".cache/flare/cores").glob(f"{pattern_of_directory}/{path}")
+    return found
+
+
+def test_each_node_gets_its_ranks_data_and_the_first_one_everything(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz", "volta")
+    core = three_ranks(tmp_path / "core")
+    outcome = orbit.flare("orbit", "push", str(core), "--to", "maxwell,hertz,volta", *TRUST)
+    assert outcome.code == 0, outcome
+    lines = outcome.out.splitlines()
+    total = sum(file.stat().st_size for file in (tmp_path / "core").rglob("*") if file.is_file())
+    assert lines[:5] == [
+        f"Core tiny: Tiny, vllm, 3 ranks, {core}",
+        f"  maxwell receives the complete core, {total:,} bytes, from this controller",
+        "  hertz receives rank 1's data, 2,097,152 bytes, from maxwell over its paired address, 8 streams",
+        "  volta receives rank 2's data, 2,097,152 bytes, from maxwell over its paired address, 8 streams",
+        (
+            "None of these nodes has an active fabric interface: core bytes between them go over their "
+            "paired addresses."
+        ),
+    ]
+    assert re.match(
+        rf"maxwell got {total:,} bytes in \d+\.\d s \(\d+\.\d\d GB/s\) from this controller", lines[5]
+    )
+    assert re.match(
+        r"hertz: rank 1's data, 2,097,152 bytes verified in \d+\.\d s \(\d+\.\d\d GB/s\)\.$", lines[6]
+    )
+    assert re.match(r"volta: rank 2's data, 2,097,152 bytes verified in", lines[7])
+    assert outcome.err.splitlines()[1:] == []
+    weights = core.parent / "model/weights.safetensors"
+    assert digest(stored(orbit, "maxwell", "*", "model/weights.safetensors")) == digest(weights)
+    for name, rank in (("hertz", 1), ("volta", 2)):
+        part = stored(orbit, name, f"*-rank{rank}", "model/weights.safetensors")
+        where = rank * 2 * MIB, 2 * MIB
+        assert digest(part, *where) == digest(weights, *where)
+        assert part.stat().st_blocks * 512 < 3 * MIB
+        (directory,) = cache(orbit, name).values()
+        assert directory["verified"]
+    assert not any(directory["verified"] for directory in cache(orbit, "maxwell").values())
+
+    again = orbit.flare("orbit", "push", str(core), "--to", "maxwell,hertz,volta", "--json")
+    assert again.code == 0, again
+    document = json.loads(again.out)
+    assert [node["moved"] for node in document["nodes"]] == [0, 0, 0]
+    assert "maxwell has the complete core in its cache already." in again.err
+    assert "hertz: rank 1's data, 2,097,152 bytes verified in its cache already." in again.err
+    listed = orbit.flare("orbit", "cores").out
+    assert re.search(r"hertz +\S+-rank1 +2 +2\.\d MB +yes", listed)
+
+
+def test_a_member_that_holds_the_core_is_skipped_and_the_others_pull_from_it(
+    orbit: Lab, tmp_path: Path
+) -> None:
+    use_loopback_as_fabric(orbit, "maxwell", "hertz", "volta")
+    orbit.paired("maxwell", "hertz", "volta")
+    core = three_ranks(tmp_path / "core")
+    words = (
+        "orbit",
+        "push",
+        f"hertz:{core}",
+        "--to",
+        "maxwell,hertz,volta",
+        "--transfer-streams",
+        "3",
+        *TRUST,
+    )
+    outcome = orbit.flare(*words, "--json")
+    assert outcome.code == 0, outcome
+    assert f"hertz holds the core at {core} already: nothing is sent" in outcome.err
+    assert "from hertz over 1 rail, 3 streams" in outcome.err
+    document = json.loads(outcome.out)
+    assert document["fabric"]
+    zero, one, two = document["nodes"]
+    assert (zero["source"], zero["rails"], zero["streams"], zero["verified"]) == ("hertz", 1, 3, True)
+    assert one["skipped"].startswith("holds the core")
+    assert (two["source"], two["bytes"], two["directory"][-6:]) == ("hertz", 2 * MIB, "-rank2")
+    assert cache(orbit, "hertz") == {}
+    assert digest(stored(orbit, "maxwell", "*", "model/weights.safetensors")) == digest(
+        core.parent / "model/weights.safetensors"
+    )
+
+
+def test_a_source_outside_the_list_gives_the_first_node_a_copy_for_all_others(
+    orbit: Lab, tmp_path: Path
+) -> None:
+    orbit.paired("maxwell", "hertz", "volta")
+    core = three_ranks(tmp_path / "core")
+    outcome = orbit.flare("orbit", "push", f"volta:{core}", "--to", "maxwell,hertz", "--json", *TRUST)
+    assert outcome.code == 0, outcome
+    # Two nodes for three ranks: both get the complete core.
+    zero, one = json.loads(outcome.out)["nodes"]
+    assert (zero["source"], zero["streams"], zero["complete"]) == ("volta", 1, True)
+    assert (one["source"], one["streams"], one["complete"]) == ("maxwell", 8, True)
+    assert zero["verified"]
+    assert one["verified"]
+    assert zero["bytes"] == one["bytes"]
+
+
+def test_a_packed_core_goes_to_one_node(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = write_packed_core(tmp_path / "core", pattern(3 * MIB + 17))
+    outcome = orbit.flare("orbit", "push", f"maxwell:{core}", "--to", "hertz", "--resume", *TRUST)
+    assert outcome.code == 0, outcome
+    assert digest(stored(orbit, "hertz", "*", core.name)) == digest(core)
+
+
+def test_a_damaged_source_is_named_with_file_and_block_and_the_others_go_on(
+    orbit: Lab, tmp_path: Path
+) -> None:
+    orbit.paired("maxwell", "hertz", "volta")
+    core = three_ranks(tmp_path / "core")
+    weights = core.parent / "model/weights.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(3 * MIB)
+        file.write(b"damage")
+    outcome = orbit.flare("orbit", "push", f"maxwell:{core}", "--to", "maxwell,hertz,volta", *TRUST)
+    assert outcome.code == 6, outcome
+    assert "Rank 1's data did not get from maxwell to hertz: hertz (" in outcome.err
+    assert 'Block 3 of "model/weights.safetensors" from maxwell is not' in outcome.err
+    assert "volta: rank 2's data, 2,097,152 bytes verified" in outcome.out
+    assert cache(orbit, "hertz") == {}
+
+
+def test_ctrl_c_ends_the_transfers_at_the_nodes(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = three_ranks(tmp_path / "core", size=60 * MIB)
+    orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
+    fifo = orbit.folder / "hertz/.cache/flare"
+    words = ("orbit", "push", f"maxwell:{core}", "--to", "hertz", *TRUST)
+    with orbit.running(*words) as process:
+        read_until(process, "hertz receives the complete core")
+        orbit.agents["maxwell"].process.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        try:
+            rest = "".join(read_until(process, "Interrupted"))
+            assert process.wait(timeout=20) == 130
+        finally:
+            orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
+        assert "the nodes were told to end the transfers of tiny" in rest
+    wait_for(lambda: not list((fifo / "arriving").glob("*")))
+    assert cache(orbit, "hertz") == {}
+
+
+def test_a_node_that_dies_is_named(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = three_ranks(tmp_path / "core")
+    orbit.end("hertz")
+    outcome = orbit.flare("orbit", "push", f"maxwell:{core}", "--to", "maxwell,hertz", *TRUST)
+    assert outcome.code == 4, outcome
+    assert "Pushing a core needs every node" in outcome.err
+    assert "hertz" in outcome.err
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = str(three_ranks(tmp_path / "core"))
+    push = ("orbit", "push", core, "--to")
+
+    def refused(code: int, sentence: str, *words: str) -> None:
+        outcome = orbit.flare(*push, *words, *TRUST)
+        assert outcome.code == code, outcome
+        assert sentence in outcome.err
+
+    refused(2, "--to takes the nodes", ",")
+    refused(3, "twice", "maxwell,maxwell")
+    refused(11, "not paired", "maxwell,nobody")
+    refused(2, "a number from 1 to 64", "maxwell", "--transfer-streams", "65")
+    refused(2, "both say how the nodes are cabled", "maxwell", "--roce-ring", "--roce-chain")
+    refused(2, "this core has 3 ranks, and --to names 2 nodes", "maxwell,hertz", "--roce-ring")
+    single = write_core(tmp_path / "single", {"model/a": b"a"}, ranks=1, layout="single_host")
+    outcome = orbit.flare("orbit", "push", str(single), "--to", "maxwell", "--roce-chain", *TRUST)
+    assert outcome.code == 2
+    assert "--roce-chain is for cores of several hosts" in outcome.err
+    pair = write_core(tmp_path / "pair", {"model/a": b"a"}, ranks=2)
+    outcome = orbit.flare("orbit", "push", str(pair), "--to", "maxwell,hertz", "--roce-ring", *TRUST)
+    assert outcome.code == 4
+    assert "none of these nodes has an active one" in outcome.err
+    assert cache(orbit, "maxwell") == {}
