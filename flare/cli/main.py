@@ -97,21 +97,45 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None, **extra: Any) -> NoReturn:
     """Run the command line and end the process with its exit code."""
+    keep_standard_streams()
     try:
         status = cli.main(args=arguments, prog_name="flare", standalone_mode=False, **extra)
     except click.ClickException as problem:
         problem.show()
         raise SystemExit(problem.exit_code) from None
     except (KeyboardInterrupt, click.Abort):
-        click.echo("\nflare: interrupted.", err=True)
+        click.echo("flare: interrupted.", err=True)  # click has ended the line of ^C
         raise SystemExit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain once more while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read it has gone
         raise SystemExit(1) from None
     except Exception as problem:
-        raise SystemExit(_explain(problem)) from None
+        code = _explain(problem)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        raise SystemExit(code) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def keep_standard_streams() -> None:
+    """Put /dev/null where the caller closed a standard stream (`>&-`).
+
+    Otherwise the next socket or file gets its number, and is written to as if it were a terminal.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def _drop_output() -> None:
+    """Let what standard output could not take go to /dev/null: Python would complain of it while it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explain(problem: Exception) -> int:
@@ -131,7 +155,7 @@ def _explain(problem: Exception) -> int:
     if isinstance(problem, OSError):
         from flare.files import describe_os_error
 
-        fail(describe_os_error(problem, "Failed at").message)
+        fail(describe_os_error(problem, "Failed at" if problem.filename else "Failed").message)
         return 9
     fail(
         f"This is a fault in flare itself: {type(problem).__name__}: {problem}. "

@@ -8,6 +8,7 @@ from flare.cli import output
 from flare.cli.orbit_common import json_option, open_controller, run_async
 
 CODE_PROMPT = "Join code that the host printed (empty when it accepts the first controller)"
+MAX_CODE_LINE = 4096  # characters; a code has 39
 
 
 @click.command(short_help="Pair nodes with this controller and record them.")
@@ -69,11 +70,22 @@ def pair_hosts(hosts: tuple[str, ...], code: str | None, name: str | None, as_js
 
 
 def read_code(code: str | None) -> str | None:
-    """Return the join code: as given, from standard input for "-", or asked for on a terminal; else None."""
+    """Return the join code: as given, from standard input for "-", or asked for on a terminal; else None.
+
+    Raises:
+        UsageError: a code was promised, and it is empty.
+    """
     import sys
 
+    from flare.errors import UsageError
+
     if code == "-":
-        return sys.stdin.readline().strip() or None
+        code = sys.stdin.readline(MAX_CODE_LINE).strip()
+    if code == "":
+        # Whoever wanted a proof must not get a pairing without one because a variable was empty.
+        raise UsageError(
+            "The join code is empty. Leave --code out to pair with a node that accepts the first."
+        )
     if code is not None:
         return code
     if sys.stdin.isatty() and sys.stderr.isatty():

@@ -242,8 +242,9 @@ def _explain(problem: FlareError | OSError, name: str, port: int, expected_key: 
         return RemoteProtocolError(f"{name}: {problem}")
     if isinstance(problem, OSError | SessionClosedError):
         return UnreachableError(
-            f"{name} closed the connection during the handshake. Likely its agent is busy or too old: try "
-            "again in a moment, then update it with `flare agent install` on that host."
+            f"{name} closed the connection during the handshake. Likely its agent is busy or too old, or no "
+            f"flare agent owns port {port} there: check the address, try again in a moment, then update it "
+            "with `flare agent install` on that host."
         )
     return problem
 

@@ -128,3 +128,37 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} -m flare --help | true; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        ("--version >&-", 0, ""),
+        ("orbit pair 127.0.0.1:1 --code - <&-", 2, "The join code is empty."),
+        ("orbit attach nothing 2>&-", 11, ""),
+        ("orbit attach nothing <&- >&- 2>&-", 11, ""),
+        ("--version > /dev/full", 9, "flare: error: Failed: the disk is full."),
+    ],
+)
+def test_streams_that_are_closed_or_full(words: str, code: int, text: str, tmp_path: Path) -> None:
+    command = ["bash", "-c", f"exec {sys.executable} -m flare {words}"]
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, env=environment
+    )
+    assert (result.returncode, result.stdout) == (code, "")
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_while_the_command_line_is_still_imported(tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys, types\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'flare.cli.main': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "runpy.run_module('flare', run_name='__main__')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, "flare: interrupted.\n")
