@@ -20,6 +20,7 @@ from flare.errors import (
     TransferError,
     UnreachableError,
 )
+from flare.printable import printable
 from flare.session import Session, SessionClosedError
 from flare.trust.grants import Package, check_fetch
 from flare.wire.messages import (
@@ -159,7 +160,7 @@ def _check_have(node: Node, session: Session, request: Have) -> None:
     controllers = node.authority.controllers
     path = request.name.partition("/")[2]
     if request.grant is None or controllers is None or request.kind != "core":
-        raise ForbiddenError("This node does not allow that.")
+        raise ForbiddenError("HAVE without a grant, of something else than a core, or of an unpaired node.")
     checked = check_fetch(
         request.grant,
         session_key=session.peer_key,
@@ -173,7 +174,7 @@ def _check_have(node: Node, session: Session, request: Have) -> None:
     prefix = f"{checked.grant.package.export}-{checked.grant.package.length}"
     folder = request.name.partition("/")[0]
     if folder != prefix and not folder.startswith(f"{prefix}-rank"):
-        raise ForbiddenError("This node does not allow that.")
+        raise ForbiddenError(f"HAVE of {printable(folder)[:80]}, which is not the grant's core.")
     node.remember_grant(checked.grant, request.grant.signer)
     session.mark_known()
 

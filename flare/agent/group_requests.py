@@ -40,7 +40,7 @@ async def run(node: Node, session: Session, request: messages.Run) -> None:
     """Check a grant to the last word, then reserve, start, and stream."""
     controllers = node.authority.controllers
     if controllers is None:
-        raise ForbiddenError("This node does not allow that.")
+        raise ForbiddenError("RUN of an unpaired node.")
 
     def seen(launch: str) -> bool:
         node.ranks.check_unseen(launch)  # raises with the sentence that fits

@@ -15,6 +15,7 @@ from flare.agent.pairing import WrongProofError
 from flare.agent.transfers import requests as transfer_requests
 from flare.agent.transfers import serving
 from flare.errors import FlareError, ForbiddenError, LocalProtocolError, PairingError, UnsupportedError
+from flare.identity import fingerprint
 from flare.session import Session, SessionClosedError, format_address
 from flare.wire.messages import (
     REQUESTS,
@@ -41,7 +42,6 @@ from flare.wire.messages import (
 )
 
 WRONG_PROOF_DELAY = 1.0  # seconds: what a guess of a join code costs
-FORBIDDEN = "This node does not allow that."
 
 logger = logging.getLogger("flare.agent")
 
@@ -156,5 +156,8 @@ class Conversations:
             await handler(node, session, request)
             return
         if handler is None or not isinstance(request, STRANGER_REQUESTS):
-            raise ForbiddenError(FORBIDDEN)
+            # The peer hears one fixed sentence (messages.Error.of); this one is for the node's log.
+            raise ForbiddenError(
+                f"{request.what()} from the unknown key {fingerprint(session.peer_key)[:16]}."
+            )
         await handler(node, session, request)
