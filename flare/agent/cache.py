@@ -183,15 +183,19 @@ class Cache:
 
         A core's digest-named companion that lies in the blob store already is linked into the core.
         """
-        found = self.size_of(place)
-        if found is None and place.entry is not None and place.digest and self._link_blob(place):
-            found = self.size_of(place)
-        if found != size:
+        if self.find(place) != size:
             return False, False
         if place.entry is None:
             return True, True  # its name is its digest, checked before it got there
         marker = self.marker(place.entry)
         return True, marker is not None and marker.holds_for(place.folder, place.path) is not None
+
+    def find(self, place: Place) -> int | None:
+        """Return a file's size, or None; a digest-named companion is linked from the blob store first."""
+        found = self.size_of(place)
+        if found is None and place.entry is not None and place.digest and self._link_blob(place):
+            found = self.size_of(place)
+        return found
 
     def marker(self, entry: Entry) -> Marker | None:
         """Return a core directory's marker, if it has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -62,33 +63,31 @@ class Copy:
 async def find_copy(cache: Cache, package: Package, own_key: bytes) -> Copy | None:
     """Return this node's copy of exactly the core that a grant names; None where it holds none.
 
-    A complete core that a controller sent has no marker; its index is read from its primary then.
+    The complete core's index is read from its primary: one that a controller sent has no marker.
     """
     source = package.source
     if source is not None and source.public_key == own_key:
         path = Path(source.path)
         return Copy(path.parent, path.name)
-    entries = [
-        entry
-        for entry in cache.entries()
-        if entry.export == package.export and entry.length == package.length
-    ]
-    for entry in sorted(entries, key=lambda each: each.rank is not None):  # the complete one first
+    complete = Entry(package.export, package.length)
+    folder = cache.entry_folder(complete)
+    if folder.is_dir():
+        with contextlib.suppress(FlareError):
+            if await index_of(folder / package.files[0]) == package.index_sha256:
+                return Copy(folder, package.files[0], complete)
+    return await asyncio.to_thread(_find_part, cache, package)
+
+
+def _find_part(cache: Cache, package: Package) -> Copy | None:
+    for entry in cache.entries():
+        if entry.rank is None or (entry.export, entry.length) != (package.export, package.length):
+            continue
         folder = cache.entry_folder(entry)
         marker = cache.marker(entry)
         if marker is not None and marker.index_sha256 == package.index_sha256 and marker.holds(folder):
             part = {path: marked.ranges for path, marked in marker.files.items()}
-            return Copy(folder, package.files[0], entry, part if entry.rank is not None else None)
-        if entry.rank is None and await _is(folder / package.files[0], package):
-            return Copy(folder, package.files[0], entry)
+            return Copy(folder, package.files[0], entry, part)
     return None
-
-
-async def _is(primary: Path, package: Package) -> bool:
-    try:
-        return await index_of(primary) == package.index_sha256
-    except FlareError:
-        return False
 
 
 @contextlib.contextmanager

@@ -74,7 +74,9 @@ class Intake:
         self._folder = node.cache.entry_folder(order.entry)
         self._receiver = Receiver(node, order.route, progress)
         self._marks: dict[str, MarkedFile] = {}
-        self._markers: tuple[Marker, ...] = ()
+        self._borrowed: dict[str, MarkedFile] = {}
+        self._markers: list[Marker] = []
+        self._lenders: list[tuple[Entry, Marker]] = []
         self._fetched = False
 
     async def run(self) -> TransferReply:
@@ -106,7 +108,7 @@ class Intake:
         )
 
     async def _carry_out(self) -> None:
-        self._markers = await in_thread(self._read_markers)
+        await in_thread(self._read_markers)
         head, primary, table = await self._primary()
         try:
             package, entry = self._order.package, self._order.entry
@@ -130,33 +132,32 @@ class Intake:
 
     # -- what is here ----------------------------------------------------------------------------
 
-    def _read_markers(self) -> tuple[Marker, ...]:
+    def _read_markers(self) -> None:
+        """Read what this and other directories say of exactly this core."""
+        entry, index = self._order.entry, self._order.package.index_sha256
         found = (read_marker(self._folder / name) for name in (AGENT_MARKER, PART_MARKER))
-        index = self._order.package.index_sha256
-        return tuple(marker for marker in found if marker is not None and marker.index_sha256 == index)
+        own = [marker for marker in found if marker is not None and marker.index_sha256 == index]
+        for other in self._cache.entries():
+            if other != entry and (other.export, other.length) == (entry.export, entry.length):
+                marker = self._cache.marker(other)
+                if marker is not None and marker.index_sha256 == index:
+                    self._lenders.append((other, marker))
+        self._markers = [*own, Marker(index, self._borrowed)]
 
     def _place(self, path: str) -> Place:
         return self._cache.place("core", f"{self._order.entry}/{path}")
 
-    def _find(self, place: Place, size: int) -> int | None:
+    def _find(self, place: Place) -> int | None:
         """Return the size of a file in the core directory, linked there now if another place has it."""
-        self._cache.have(place, size)  # links a blob
-        found = self._cache.size_of(place)
+        found = self._cache.find(place)
         return self._borrow(place) if found is None else found
 
     def _borrow(self, place: Place) -> int | None:
         """Link a file that another directory of the same core has, verified."""
-        entry, package = self._order.entry, self._order.package
-        for other in self._cache.entries():
-            if other == entry or (other.export, other.length) != (entry.export, entry.length):
-                continue
-            marker = self._cache.marker(other)
-            if marker is None or marker.index_sha256 != package.index_sha256:
-                continue
+        for other, marker in self._lenders:
             marked = marker.holds_for(self._cache.entry_folder(other), place.path)
             if marked is not None and self._cache.borrow(other, place):
-                borrowed = Marker(package.index_sha256, {place.path: marked})
-                self._markers = (*self._markers, borrowed)
+                self._borrowed[place.path] = marked
                 return self._cache.size_of(place)
         return None
 
@@ -164,7 +165,7 @@ class Intake:
         """Return the primary and its digest table, and the file that they were fetched into, if they were."""
         package = self._order.package
         name = package.files[0]
-        size = await in_thread(self._find, self._place(name), package.length)
+        size = await in_thread(self._find, self._place(name))
         if size is None:
             return await self._fetch_primary()
         path = self._folder / name
@@ -209,7 +210,7 @@ class Intake:
             IntegrityError: its bytes are not the signed ones.
         """
         place = self._place(file.path)
-        size = await in_thread(self._find, place, file.size)
+        size = await in_thread(self._find, place)
         if size is None:
             return file.wanted
         if size != file.size:

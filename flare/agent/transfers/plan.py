@@ -143,8 +143,12 @@ def make_plan(
             rounded = Ranges.whole(size)  # its name can only be checked against all of it
         elif not allowed.get(number, Ranges()).covers(rounded):
             raise ForbiddenError(f"The request asks for bytes of {file.path} that rank {rank} does not read.")
+        if rank is None and rounded != Ranges.whole(size):
+            raise _only_whole(file.path)
         if rounded.runs or size == 0:
             wanted[number] = rounded
+    if rank is None and index.packed and 0 not in wanted:
+        raise _only_whole(package.files[0])
     files = {number: _file(primary, table, package, number, ranges) for number, ranges in wanted.items()}
     if not index.packed:
         head = WantedFile(
@@ -154,6 +158,13 @@ def make_plan(
         head = files.pop(0) if 0 in files else _file(primary, table, package, 0, Ranges())
     companions = tuple(files[number] for number in sorted(files))
     return Plan(head, companions, _is_complete(index, allowed, wanted))
+
+
+def _only_whole(path: str) -> RemoteProtocolError:
+    """Whoever reads a complete core's directory takes each file for whole, and holes for zeros."""
+    return RemoteProtocolError(
+        f"TRANSFER asks for a part of {path}, but a complete core's directory takes whole files alone."
+    )
 
 
 def _checked(primary: Primary, package: Package, numbers: Mapping[str, int], file: FileRanges) -> Ranges:
