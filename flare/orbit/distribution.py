@@ -97,14 +97,14 @@ def _last_line(outcome: Delivered) -> str:
         if not outcome.moved:
             return f"{name} has the complete core in its cache already."
         return (
-            f"{name} got {outcome.moved:,} bytes in {outcome.seconds:.1f} s ({outcome.rate / 1e9:.2f} GB/s) "
+            f"{name} got {outcome.moved:,} bytes in {outcome.seconds:.1f} s ({outcome.rate / 1e9:.3f} GB/s) "
             "from this controller; its ranks verify them before they load them."
         )
     state = "verified" if outcome.verified else "stored, not verified,"
     held = f"{name}: {delivery.what}, {delivery.size:,} bytes {state}"
     if not outcome.moved:
         return f"{held} in its cache already."
-    return f"{held} in {outcome.seconds:.1f} s ({outcome.rate / 1e9:.2f} GB/s)."
+    return f"{held} in {outcome.seconds:.1f} s ({outcome.rate / 1e9:.3f} GB/s)."
 
 
 class _Push:

@@ -77,10 +77,10 @@ def test_each_node_gets_its_ranks_data_and_the_first_one_everything(orbit: Lab, 
         ),
     ]
     assert re.match(
-        rf"maxwell got {total:,} bytes in \d+\.\d s \(\d+\.\d\d GB/s\) from this controller", lines[5]
+        rf"maxwell got {total:,} bytes in \d+\.\d s \(\d+\.\d{3} GB/s\) from this controller", lines[5]
     )
     assert re.match(
-        r"hertz: rank 1's data, 2,097,152 bytes verified in \d+\.\d s \(\d+\.\d\d GB/s\)\.$", lines[6]
+        r"hertz: rank 1's data, 2,097,152 bytes verified in \d+\.\d s \(\d+\.\d{3} GB/s\)\.$", lines[6]
     )
     assert re.match(r"volta: rank 2's data, 2,097,152 bytes verified in", lines[7])
     assert outcome.err.splitlines()[1:] == []
