@@ -186,3 +186,30 @@ def test_a_wrong_frame_is_not_passed_on() -> None:
         last.close()
 
     parts.with_pool(work)
+
+
+def test_the_previous_hop_may_leave_once_it_has_sent_everything() -> None:
+    """The relay then still waits for a next hop that reads slowly."""
+
+    async def work(pool: WorkerPool) -> None:
+        loop = asyncio.get_running_loop()
+        first, hop_in = parts.tcp_pair()
+        hop_out, last = parts.tcp_pair()
+        # Little room towards the next hop, so that the relay waits for it with data at hand.
+        hop_out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        last.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        length = 20 * 65519 - 9
+        plaintext = parts.data_header(length) + bytes(length)
+        wire = b"".join(parts.seal(plaintext[n * 65519 : (n + 1) * 65519], 5 + n) for n in range(20))
+        up, down = hop_channels()
+        task = asyncio.ensure_future(pool.run(relay_job(length), [(hop_in, up), (hop_out, down)]))
+        await loop.sock_sendall(first, wire)
+        first.close()
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        assert await parts.read_all(last, len(wire))
+        assert (await task).bytes_done == length
+        for each in (hop_in, hop_out, last):
+            each.close()
+
+    parts.with_pool(work)

@@ -30,7 +30,8 @@ def relay(
     """
     upstream, downstream = channels
     source = Line(sockets[0], watch, other=sockets[1])
-    target = Line(sockets[1], watch, other=sockets[0])
+    # The previous hop may leave once it has sent everything, while we still pass it on.
+    target = Line(sockets[1], watch)
     reader = FrameReader(source, upstream, job.length)
     sealer = BatchSealer(downstream.send_key, downstream.send_counter)
     plain = sealer.plain
