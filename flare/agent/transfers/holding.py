@@ -53,10 +53,11 @@ class Copy:
         """
         if self.part is None:
             return
-        has = self.part.get(file, ())
-        # A packed primary's ranges count from its data, which only its own header tells.
-        if has is None or (file != package.files[0] and Ranges.of(has).covers(Ranges.of(ranges))):
-            return
+        if file in self.part:
+            has = self.part[file]
+            # A packed primary's ranges count from its data, which only its own header tells.
+            if has is None or (file != package.files[0] and Ranges.of(has).covers(Ranges.of(ranges))):
+                return
         raise NotFoundError(f"This node holds only a part of {file}.")
 
 

@@ -16,7 +16,14 @@ from flare.agent.file_requests import open_source, run_with, worker_failure
 from flare.agent.node import Node
 from flare.agent.transfers.holding import Copy, find_copy, shared_lock
 from flare.agent.transfers.route import own_hello
-from flare.errors import ConflictError, ForbiddenError, RemoteProtocolError, TransferError, UnreachableError
+from flare.errors import (
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+    RemoteProtocolError,
+    TransferError,
+    UnreachableError,
+)
 from flare.fabric import routes
 from flare.session import Session, SessionClosedError, connect
 from flare.trust.controllers import ControllerSet
@@ -113,7 +120,11 @@ async def _send(
             held.enter_context(node.cache.pinned(str(copy.entry)))
         held.enter_context(shared_lock(copy.folder))
         copy.check_has(grant.package, file, ranges)
-        descriptor, information = await asyncio.to_thread(open_source, str(copy.path(grant.package, file)))
+        path = str(copy.path(grant.package, file))
+        try:
+            descriptor, information = await asyncio.to_thread(open_source, path)
+        except NotFoundError as problem:  # where it would lie is nobody's business
+            raise NotFoundError(problem.message.replace(path, file)) from None
         held.callback(os.close, descriptor)
         size = information.st_size
         if expected is not None and size != expected:
