@@ -68,6 +68,7 @@ async def distribute(client: Client, plan: PushPlan, spawner: SpawnerHandle | No
 
     Returns:
         One outcome a node, in the list's order, failures included; `raise_failures` makes an error of them.
+        The first one's alone when all others were to be made from its copy, and it did not get one.
     """
     return await _Push(client, plan, spawner).run()
 
@@ -211,9 +212,9 @@ class _Push:
 
 
 def _label(delivery: Delivery) -> str:
-    """What a row says: who receives from whom, and over what."""
-    assert delivery.source is not None
-    return f"{delivery.node.name} from {delivery.source.name} {delivery.way}"
+    """What a row says: who receives, and over what."""
+    assert delivery.way is not None
+    return f"{delivery.node.name} ({delivery.way.short})"
 
 
 def _explained(delivery: Delivery, problem: FlareError) -> FlareError:

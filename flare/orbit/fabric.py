@@ -40,6 +40,11 @@ class Way:
         through = f" through {', '.join(self.relays)}" if self.relays else ""
         return f"over {_counted(self.rails, 'rail')}{through}, {_counted(self.streams, 'stream')}"
 
+    @property
+    def short(self) -> str:
+        """What a row of progress has room for."""
+        return _counted(self.rails, "rail") if self.rails else "paired address"
+
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

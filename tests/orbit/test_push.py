@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import pty
 import re
 import signal
+import struct
+import subprocess
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,3 +239,68 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(orbit: Lab, tmp_path:
     assert outcome.code == 4
     assert "none of these nodes has an active one" in outcome.err
     assert cache(orbit, "maxwell") == {}
+
+
+def test_a_terminal_shows_a_row_for_each_destination(orbit: Lab, tmp_path: Path) -> None:
+    use_loopback_as_fabric(orbit, "maxwell", "hertz", "volta")
+    orbit.paired("maxwell", "hertz", "volta")
+    core = three_ranks(tmp_path / "core", size=90 * MIB)
+    argv, environment = orbit.command(
+        "orbit", "push", f"maxwell:{core}", "--to", "maxwell,hertz,volta", *TRUST
+    )
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        argv,
+        env={**environment, "TERM": "xterm"},
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    os.close(theirs)
+    shown = bytearray()
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # the other end was closed
+            break
+        shown += part
+    out, _ = process.communicate(timeout=30)
+    os.close(ours)
+    assert process.returncode == 0, shown
+    text = shown.decode()
+    assert re.search(r"hertz \(1 rail\)", text)
+    assert re.search(r"volta \(1 rail\)", text)
+    assert re.search(r"\d+\.\d/31\.5 MB", text)
+    # Results stay on standard output, apart from the rows.
+    assert "hertz: rank 1's data, 31,457,280 bytes verified" in out
+    assert "verified" not in text
+
+
+def test_a_failed_push_still_prints_its_document(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = three_ranks(tmp_path / "core")
+    settings = orbit.folder / "hertz/.config/flare/config.toml"
+    settings.write_text("[agent]\ncache_limit = 1000000\n")
+    orbit.end("hertz")
+    hertz = orbit.start("hertz")
+    assert orbit.flare("orbit", "pair", hertz.address).code == 0
+    outcome = orbit.flare("orbit", "push", f"maxwell:{core}", "--to", "maxwell,hertz", "--json", *TRUST)
+    assert outcome.code == 9, outcome
+    assert "The complete core did not get from maxwell to hertz" in outcome.err
+    document = json.loads(outcome.out)
+    assert document["nodes"][1]["error"]["code"] == "storage"
+
+
+def test_a_first_node_without_room_ends_the_push(orbit: Lab, tmp_path: Path) -> None:
+    settings = orbit.folder / "maxwell/.config/flare/config.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[agent]\ncache_limit = 1000000\n")
+    orbit.paired("maxwell", "hertz")
+    core = three_ranks(tmp_path / "core")
+    outcome = orbit.flare("orbit", "push", str(core), "--to", "maxwell,hertz", *TRUST)
+    assert outcome.code == 9, outcome
+    assert "from this controller to maxwell" in outcome.err
+    assert "has room for 1,000,000" in outcome.err
+    assert cache(orbit, "hertz") == {}
