@@ -287,7 +287,7 @@ class Failure:
     def report_later(self, loop: asyncio.AbstractEventLoop, problem: FlareError) -> None:
         """From another thread: report what is often only the consequence of something worse.
 
-        Where rank zero is gone, its own connection says so within CAUSE_LIMIT.
+        Where a rank or an engine is gone, whoever watches that says so before.
         """
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the rank with it
-            loop.call_soon_threadsafe(loop.call_later, CAUSE_LIMIT, self.report, problem)
+            loop.call_soon_threadsafe(loop.call_later, 2 * CAUSE_LIMIT, self.report, problem)

@@ -236,7 +236,7 @@ class PeerRank:
             connector(self._routes, Purpose.ENGINE, request.rank, request.proof_key),
             context.port,
             lambda problem: self._failure.report_later(
-                loop, UnreachableError(f"The engine's tunnel to rank zero cannot be opened: {problem}")
+                loop, UnreachableError(f"The engine's connection to rank zero broke: {problem}")
             ),
         )
         self._tunnel.start()

@@ -9,6 +9,7 @@ its engine when the first byte arrives. Bytes are moved by splice(2), without pa
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import select
@@ -30,24 +31,34 @@ _F_SETPIPE_SZ: Final = 1031
 
 
 class _Pump:
-    """Moves bytes both ways between two sockets until both directions ended."""
+    """Moves bytes both ways between two sockets until both directions ended.
+
+    Args:
+        left, right: blocking sockets.
+        on_end: gets both when nothing moves any more.
+        on_broken: gets the reason when a connection broke instead of ending.
+    """
 
     def __init__(
         self,
         left: socket.socket,
         right: socket.socket,
         on_end: Callable[[socket.socket, socket.socket], None],
+        on_broken: Callable[[OSError], None],
     ) -> None:
         self._left = left
         self._right = right
         self._on_end = on_end
+        self._on_broken = on_broken
         self._open = 2
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Start a thread for each direction."""
+        # Both before either: a thread must not meet a socket that does not block yet.
+        self._left.settimeout(None)
+        self._right.settimeout(None)
         for source, target in ((self._left, self._right), (self._right, self._left)):
-            source.settimeout(None)
             threading.Thread(target=self._move, args=(source, target), name="tunnel", daemon=True).start()
 
     def _move(self, source: socket.socket, target: socket.socket) -> None:
@@ -55,10 +66,11 @@ class _Pump:
             _splice_all(source.fileno(), target.fileno())
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_WR)
-        except OSError:
+        except OSError as problem:
             # One side is gone: the other must hear of it, or an engine waits for ever.
             shut(source)
             shut(target)
+            self._on_broken(problem)
         finally:
             with self._lock:
                 self._open -= 1
@@ -84,7 +96,10 @@ def _splice_all(source: int, target: int) -> None:
             if waiting == 0:
                 return
             while waiting:
-                waiting -= os.splice(read_end, target, waiting)
+                moved = os.splice(read_end, target, waiting)
+                if moved == 0:
+                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+                waiting -= moved
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -123,10 +138,13 @@ class TunnelHead:
 
     Args:
         rank: the peer's.
+        on_broken: called from a thread when a connection that the engine uses broke: an engine that is idle
+            would notice with the next request only.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, on_broken: Callable[[int, OSError], None]) -> None:
         self.rank = rank
+        self._on_broken = on_broken
         self._ready: queue.Queue[socket.socket] = queue.Queue()
         self._sockets = _Sockets()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -170,7 +188,11 @@ class TunnelHead:
             except queue.Empty:
                 self._sockets.drop(engine)
                 continue
-            _Pump(engine, peer, self._sockets.drop).start()
+            _Pump(engine, peer, self._sockets.drop, self._broken).start()
+
+    def _broken(self, problem: OSError) -> None:
+        if not self._sockets.closed:
+            self._on_broken(self.rank, problem)
 
     def _take(self) -> socket.socket:
         """Return a connection of the peer that is still open."""
@@ -188,7 +210,7 @@ class TunnelPeer:
     Args:
         connect: opens one proven, blocking connection (purpose 2) to rank zero; called from threads.
         engine_port: the loopback port of this rank's engine.
-        on_failure: called from a thread when no connection to rank zero can be opened any more.
+        on_failure: called from a thread when a connection to rank zero broke or cannot be opened any more.
     """
 
     def __init__(
@@ -231,7 +253,11 @@ class TunnelPeer:
                 continue
             set_up(engine)
             self._sockets.add(engine)
-            _Pump(zero, engine, self._sockets.drop).start()
+            _Pump(zero, engine, self._sockets.drop, self._broken).start()
+
+    def _broken(self, problem: OSError) -> None:
+        if not self._sockets.closed:
+            self._on_failure(problem)
 
     def _wait_for_use(self, zero: socket.socket) -> bool:
         try:

@@ -13,7 +13,15 @@ import aiohttp
 
 from flare.cores.primary import Primary, check_trust, load_primary
 from flare.engine_install import EngineInstall, find_engine
-from flare.errors import CoreError, EngineError, FlareError, RankError, RemoteProtocolError, UsageError
+from flare.errors import (
+    CoreError,
+    EngineError,
+    FlareError,
+    RankError,
+    RemoteProtocolError,
+    UnreachableError,
+    UsageError,
+)
 from flare.rank.bootstrap import Offer, send_metadata
 from flare.rank.capacity import Agreement, agree, device_capacity
 from flare.rank.engine_process import EngineProcess, engine_environment, program_name
@@ -40,7 +48,7 @@ from flare.rank.proof import Purpose
 from flare.rank.ranges import RangeServer
 from flare.rank.rendezvous import Member, Rendezvous
 from flare.rank.routes import endpoints_message, own_endpoints
-from flare.rank.sockets import show
+from flare.rank.sockets import describe, show
 from flare.rank.tunnel import TunnelHead
 
 SILENCE_LIMIT: Final = 1800.0
@@ -207,7 +215,13 @@ class ZeroRank:
         request, index = self._request, primary.index
         assert request.rendezvous is not None
         self._ranges = RangeServer(primary, self._remark_from_thread())
-        self._tunnels = {rank: TunnelHead(rank) for rank in range(1, index.ranks)}
+        loop = asyncio.get_running_loop()
+
+        def broken(rank: int, problem: OSError) -> None:
+            text = f"The engine's connection to rank {rank} broke: {describe(problem)}."
+            self._failure.report_later(loop, UnreachableError(text))
+
+        self._tunnels = {rank: TunnelHead(rank, broken) for rank in range(1, index.ranks)}
         endpoints = await asyncio.to_thread(own_endpoints, request.settings.fabric_interfaces)
         # A rendezvous on one address alone serves nothing on the others.
         everywhere = request.rendezvous[0] in WILDCARDS and (request.key is not None or request.insecure)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -36,6 +37,9 @@ class Engine:
     def _echo(self, connection: socket.socket) -> None:
         with connection:
             while data := connection.recv(65536):
+                if data == b"reset":
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    return
                 connection.sendall(data)
 
     def close(self) -> None:
@@ -48,7 +52,8 @@ class Tunnel:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        self.head = TunnelHead(1)
+        self.broken: list[tuple[int, OSError]] = []
+        self.head = TunnelHead(1, lambda rank, problem: self.broken.append((rank, problem)))
         self.failures: list[FlareError | OSError] = []
         self.peer = TunnelPeer(self.connect, self.engine.port, self.failures.append)
         self.reserve: list[socket.socket] = []
@@ -96,8 +101,8 @@ def test_bytes_go_both_ways_unchanged(lab: Tunnel) -> None:
         sender = threading.Thread(target=connection.sendall, args=(data,))
         sender.start()
         got = b""
-        while len(got) < len(data):
-            got += connection.recv(1 << 20)
+        while len(got) < len(data) and (piece := connection.recv(1 << 20)):
+            got += piece
         sender.join()
     assert hashlib.sha256(got).digest() == hashlib.sha256(data).digest()
 
@@ -146,9 +151,24 @@ def test_connections_in_reserve_that_ended_are_passed_over(lab: Tunnel) -> None:
         assert connection.recv(10) == b"x"
 
 
+def test_a_connection_in_use_that_breaks_is_told(lab: Tunnel) -> None:
+    with lab.dial() as connection:
+        connection.sendall(b"reset")
+        connection.settimeout(5)
+        assert ended(connection)
+    until_true(lambda: lab.failures)
+    assert isinstance(lab.failures[0], ConnectionResetError)
+    with lab.dial() as connection:  # the head's own half: its engine resets
+        connection.sendall(b"x")
+        assert connection.recv(10) == b"x"
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until_true(lambda: lab.broken)
+    assert lab.broken[0][0] == 1
+
+
 def test_without_a_peer_the_engines_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tunnel, "TAKE_LIMIT", 0.05)
-    head = TunnelHead(1)
+    head = TunnelHead(1, lambda *_: None)
     head.start()
     with socket.create_connection(("127.0.0.1", head.port)) as connection:
         connection.settimeout(3)
