@@ -51,7 +51,7 @@ class Agents:
             )
             with (self.folder / f"{host.name}.log").open("a") as log:
                 self.processes[index] = host.popen(
-                    [*FLARE, "agent", "--listen", "0.0.0.0:29900", "--name", host.name, "--accept-first"],
+                    [*FLARE, "agent", "--name", host.name, "--accept-first"],
                     env=self.environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -191,7 +191,7 @@ class Memory:
             self.peak = max(self.peak, self._now())
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 40) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never became true"

@@ -204,6 +204,22 @@ def test_ctrl_c_ends_the_transfers_at_the_nodes(orbit: Lab, tmp_path: Path) -> N
     assert cache(orbit, "hertz") == {}
 
 
+def test_ctrl_c_ends_an_upload(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = three_ranks(tmp_path / "core", size=120 * MIB)
+    with orbit.running("orbit", "push", str(core), "--to", "maxwell,hertz", *TRUST) as process:
+        read_until(process, "None of these nodes")
+        orbit.agents["maxwell"].process.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        try:
+            rest = "".join(read_until(process, "Interrupted"))
+            assert process.wait(timeout=20) == 130
+        finally:
+            orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
+        assert "Traceback" not in rest
+    assert cache(orbit, "hertz") == {}
+
+
 def test_a_node_that_dies_is_named(orbit: Lab, tmp_path: Path) -> None:
     orbit.paired("maxwell", "hertz")
     core = three_ranks(tmp_path / "core")
