@@ -18,7 +18,17 @@ from typing import Any
 
 import pytest
 
-from tests.cores.making import MIB, PUBLISHER, pattern, write_core, write_packed_core
+from flare.cores.export import encode_primary
+from flare.cores.safetensors import Tensor
+from tests.cores.making import (
+    MIB,
+    PUBLISHER,
+    digest_table,
+    members,
+    pattern,
+    write_core,
+    write_packed_core,
+)
 from tests.orbit.lab import Lab, lab, read_until, wait_for
 
 TRUST = ("--accept-publisher", PUBLISHER.fingerprint)
@@ -165,6 +175,25 @@ def test_a_packed_core_goes_to_one_node(orbit: Lab, tmp_path: Path) -> None:
     outcome = orbit.flare("orbit", "push", f"maxwell:{core}", "--to", "hertz", "--resume", *TRUST)
     assert outcome.code == 0, outcome
     assert digest(stored(orbit, "hertz", "*", core.name)) == digest(core)
+
+
+def test_a_rank_of_a_packed_core_gets_its_part_of_the_one_file(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    data = pattern(5 * MIB + 99)
+    table = digest_table({"": data})
+    described = members({"": data}, ranks=2, rank_ranges=[None, [[0, 2 * MIB, MIB], [0, 5 * MIB, 99]]])
+    described["files"][0]["offset"] = len(table)
+    tensors = [Tensor("weights", "U8", (len(data),), 0, len(data))]
+    core = tmp_path / "packed.safetensors"
+    core.write_bytes(encode_primary(described, table, PUBLISHER, tensors) + data)
+    outcome = orbit.flare("orbit", "push", f"maxwell:{core}", "--to", "maxwell,hertz", *TRUST)
+    assert outcome.code == 0, outcome
+    assert f"hertz: rank 1's data, {MIB + 99:,} bytes verified" in outcome.out
+    arrived = stored(orbit, "hertz", "*-rank1", core.name)
+    start = core.stat().st_size - len(data)
+    assert digest(arrived, start + 2 * MIB, MIB) == digest(core, start + 2 * MIB, MIB)
+    assert digest(arrived, start + 5 * MIB) == digest(core, start + 5 * MIB)
+    assert arrived.stat().st_blocks * 512 < 3 * MIB
 
 
 def test_a_damaged_source_is_named_with_file_and_block_and_the_others_go_on(
