@@ -23,6 +23,7 @@ LAUNCH_VARIABLE = "FLARE_LAUNCH"  # marks every process of a launch, so that orp
 MAX_STATUS_LINE = 16 * 1024  # a phase, a reason and a URL
 MAX_REASON = 1024  # characters of a reason that are kept: STATUS carries it for every run
 SECOND_TERMINATE_AFTER = 2.2  # seconds: a rank takes a second SIGTERM seriously after two
+FIRST_PHASE_WITHIN = 5.0  # seconds for a rank to begin, and so to take SIGTERM for a wish and not for its end
 KILL_AFTER = 10.0  # seconds from the second SIGTERM of a hurried stop to SIGKILL
 START_TIMEOUT = 20.0  # seconds for the keeper to fork; milliseconds unless the machine is drowning
 SWEEP_INTERVAL = 0.05  # seconds between two looks for orphans of a killed keeper
@@ -86,6 +87,7 @@ class Run:
         self._begun: asyncio.Future[int] | None = None
         self._told_gone = False
         self._terminated_at: float | None = None
+        self._terminate_sent = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -197,6 +199,8 @@ class Run:
                     :MAX_REASON
                 ] or None
                 self.url = reader.text("url", limit=1024, default=self.url)
+        if self._terminated_at is not None and self.phase is not None:
+            self._send_terminate()
 
     def _take_control(self, data: bytes) -> None:
         *lines, self._control_text = (self._control_text + data).split(b"\n")
@@ -224,10 +228,23 @@ class Run:
         self.reason = f"ended by {_signal_name(self.signal)}"
 
     def terminate(self) -> None:
-        """Ask the rank to drain and end; a second call within its drain changes nothing."""
-        if self._terminated_at is None:
+        """Ask the rank to drain and end; a second call within its drain changes nothing.
+
+        A rank that has not said a phase yet has no handler for the signal either: it would die of it, and
+        count as failed. It is asked as soon as it says one.
+        """
+        if self._terminated_at is not None:
+            return
+        self._terminated_at = self._clock()
+        if self.phase is not None:
+            self._send_terminate()
+        else:
+            asyncio.get_running_loop().call_later(FIRST_PHASE_WITHIN, self._send_terminate)
+
+    def _send_terminate(self) -> None:
+        if not self._terminate_sent:
+            self._terminate_sent = True
             self._send(keeper.TERMINATE)
-            self._terminated_at = self._clock()
 
     def kill(self) -> None:
         """End every process of it at once."""

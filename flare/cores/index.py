@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from flare.errors import CoreError
 from flare.paths import check_relative_path
+from flare.printable import printable
 from flare.strict_json import MAX_COUNT, Reader, canonical, loads
 from flare_workers.blocks import BLOCK_SIZE, DIGEST_SIZE, block_count
 from flare_workers.ranges import Ranges
@@ -233,6 +234,9 @@ def _parse(reader: Reader) -> CoreIndex:
     model = reader.text("model", limit=MAX_MODEL_NAME)
     if not model:
         reader.fail("model", "is empty")
+    if printable(model) != model:
+        # The name stands in questions and tables of our own: a line break in it could forge a line there.
+        reader.fail("model", "has a control character")
     engine = _one_of(reader, "engine", ENGINES)
     revision = _one_of(reader, "revision", REVISIONS)
     layout = cast("Layout", _one_of(reader, "layout", LAYOUTS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flare.errors import BusyError, PlacementError, UnsupportedError
+from flare.errors import BusyError, CoreError, PlacementError, UnsupportedError
 from flare.orbit.client import Answer
 from flare.orbit.resolve import Core
 from flare.orbit.runs import RUNNING
@@ -73,7 +73,15 @@ def place_core(
 
     Raises:
         PlacementError: no assignment exists; a line for each node, those that did not answer included.
+        CoreError: it holds code, which ranks of a group never load.
     """
+    code = core.primary.index.code_files()
+    if code:
+        raise CoreError(
+            f"The core {core.path} holds {len(code)} file(s) that can run code when they are loaded, first "
+            f'"{code[0]}". Groups do not start such cores. Export it again without them, or serve it with '
+            "`flare run --allow-code` on its own host."
+        )
     away = [answer for answer in answers if answer.reply is None]
     lines = [f"  {answer.error.message}" for answer in away if answer.error is not None]
     candidates = [candidate(answer, core) for answer in answers if answer.reply is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat as stat_module
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -10,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from flare.cores.primary import Primary, load_primary, load_primary_isolated
 from flare.cores.reference import CoreReference, LocalReference, NodeReference
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
-from flare.errors import CoreError, FlareError, NotFoundError, StorageError, UnsupportedError
+from flare.errors import CoreError, FlareError, NotFoundError, UnsupportedError
 from flare.files import describe_os_error
 from flare.orbit.client import REQUEST_TIMEOUT, Client
 from flare.orbit.orbit_records import NodeEntry
@@ -101,9 +102,11 @@ def resolve_local(reference: LocalReference) -> Core:
     sizes = {}
     for name, _ in core.files[1:]:
         try:
-            sizes[name] = (path.parent / name).stat().st_size
+            information = (path.parent / name).stat()
         except OSError:
             continue
+        if stat_module.S_ISREG(information.st_mode):
+            sizes[name] = information.st_size
     check_companions(core, sizes, "here")
     return core
 
@@ -114,8 +117,10 @@ async def resolve_on_node(client: Client, reference: NodeReference) -> Core:
     async with client.session(node) as session:
         try:
             stat = await session.request(Stat(reference.path), timeout=REQUEST_TIMEOUT)
-        except NotFoundError:
-            raise NotFoundError(f"Node {node.name} has no core at {reference.path}.") from None
+        except NotFoundError as problem:
+            raise NotFoundError(
+                f"Node {node.name} has no core at {reference.path}. {problem.message}"
+            ) from None
         with tempfile.TemporaryDirectory(prefix="flare-mirror-") as folder:
             primary = await _mirror(session, reference.path, stat.size, Path(folder))
     core = Core(reference, primary, node, reference.path)
@@ -168,15 +173,14 @@ def check_companions(core: Core, sizes: dict[str, int], where: str) -> None:
         where: for the message, such as "here" or "on node maxwell".
 
     Raises:
-        StorageError: a file is missing.
-        CoreError: a file has another size than the signed index says.
+        CoreError: a file is missing, or has another size than the signed index says.
     """
     problem: FlareError | None = None
     for name, size in core.files[1:]:
         if name not in sizes:
-            problem = StorageError(
-                f"The core {core.path} needs the file {name} beside it, which is not {where}. Copy the whole "
-                "folder."
+            problem = CoreError(
+                f"The core {core.path} needs the file {name} beside it, and no such file is {where}. "
+                "Copy the whole folder."
             )
         elif sizes[name] != size:
             problem = CoreError(

@@ -6,17 +6,25 @@ from flare.errors import PlacementError
 from flare.placement.values import MULTI_HOST, Gpu, Needs, Node
 from flare.printable import printable
 
+EMBEDDED_ENGINE = "llama.cpp"  # the one that `flare engine install` knows
+
 
 def node_refusal(needs: Needs, node: Node) -> str | None:
     """Why the node cannot serve at all, whatever its GPUs."""
     engine = needs.engine
     if engine not in node.engines:
-        return f"the engine {engine} is not installed there; install it with `flare engine install {engine}`"
+        return f"the engine {engine} is not installed there; {_how_to_install(engine)}"
     if node.held_by is not None:
         return f"the whole node is held by the running group {printable(node.held_by)}; stop it first"
     if not node.gpus:
         return "it reports no GPU"
     return None
+
+
+def _how_to_install(engine: str) -> str:
+    if engine == EMBEDDED_ENGINE:
+        return f"install it with `flare engine install {engine}`"
+    return f'install it on PATH, or name it under [engines] in that node\'s config.toml ({engine} = "/path")'
 
 
 def device_refusal(needs: Needs, gpu: Gpu, needed: int) -> str | None:

@@ -37,6 +37,8 @@ def main() -> None:
             {"argv": sys.argv[1:], "environment": dict(os.environ), "key": key, "descriptors": descriptors}
         )
     )
+    if "late" in behaviours:  # as a rank whose modules are still being imported
+        time.sleep(float(behaviours["late"]))
     if "report" in behaviours:
         Path(behaviours["report"]).write_text(str(os.getpid()))
     status.write(json.dumps({"phase": "loading", "reason": None}) + "\n")

@@ -51,6 +51,22 @@ def drive(scenario: Callable[[Run], Awaitable[None]], *behaviours: str, **change
     return asyncio.run(main())
 
 
+async def terminated_at_once(run: Run) -> None:
+    await run.start()
+    run.terminate()
+    await run.gone.wait()
+
+
+def test_a_rank_that_has_not_begun_is_asked_to_end_once_it_has() -> None:
+    run = drive(terminated_at_once, "late:0.5")
+    assert (run.status, run.signal, run.state) == (0, None, "exited")
+
+
+def test_a_rank_that_never_begins_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare.agent.run.FIRST_PHASE_WITHIN", 0.2)
+    assert drive(terminated_at_once, "late:15").signal == signal.SIGTERM
+
+
 async def said(run: Run, text: str) -> None:
     async for line in run.output.follow():
         if text in line.text:

@@ -95,6 +95,8 @@ def test_a_rank_may_read_nothing() -> None:
     ("changes", "message"),
     [
         ({"model": ""}, '"model" is empty'),
+        ({"model": "x\nengine  y"}, '"model" has a control character'),
+        ({"model": "x\u202ey"}, '"model" has a control character'),
         ({"model": "x" * 201}, '"model" is longer than 200'),
         ({"engine": "tgi"}, "\"engine\" is 'tgi'; known are llama.cpp, vllm, sglang"),
         ({"revision": "a100"}, "\"revision\" is 'a100'; known are gb10, gb202, gb300, cpu"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flare.cores.reference import LocalReference, NodeReference
-from flare.errors import BusyError, PlacementError, UnreachableError, UnsupportedError
+from flare.errors import BusyError, CoreError, PlacementError, UnreachableError, UnsupportedError
 from flare.orbit.candidates import (
     check_executables,
     check_name_free,
@@ -52,6 +52,13 @@ def test_the_index_says_what_is_needed(core: Core) -> None:
     needs = needs_of(core)
     assert (needs.revision, needs.layout, needs.ranks, needs.engine) == ("cpu", "multi_host", 2, "llama.cpp")
     assert needs.bytes_of(1) == 1100
+
+
+def test_a_core_with_code_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    primary = write_core(tmp_path, {"model/a.gguf": b"a", "model/tool.py": b"1"}, engine="llama.cpp")
+    core = resolve_local(LocalReference(str(primary)))
+    with pytest.raises(CoreError, match=r'1 file\(s\) that can run code .* first "model/tool\.py"'):
+        place_core(core, [answer(MAXWELL)], listed=False, gpu_indices=None)
 
 
 def test_a_node_that_holds_the_verified_core_becomes_rank_zero(core: Core) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flare.cores.reference import LocalReference
-from flare.errors import CoreError, NotFoundError, StorageError
+from flare.errors import CoreError, NotFoundError
 from flare.orbit.resolve import resolve_local
 from tests.cores.making import write_core, write_packed_core
 
@@ -45,5 +45,9 @@ def test_what_is_missing_or_changed_is_named(tmp_path: Path) -> None:
     with pytest.raises(CoreError, match=r"The file model/a\.gguf .* has 6 bytes here, .* index says 5"):
         resolve_local(LocalReference(str(primary)))
     (tmp_path / "model/a.gguf").unlink()
-    with pytest.raises(StorageError, match=r"needs the file model/a\.gguf beside it, which is not here"):
+    (tmp_path / "model/a.gguf").mkdir()
+    with pytest.raises(CoreError, match=r"no such file is here"):
+        resolve_local(LocalReference(str(primary)))
+    (tmp_path / "model/a.gguf").rmdir()
+    with pytest.raises(CoreError, match=r"needs the file model/a\.gguf beside it, and no such file is here"):
         resolve_local(LocalReference(str(primary)))
