@@ -48,7 +48,7 @@ LOADING_LIMIT: Final = 3600.0
 """As rank zero's: the engine's loading."""
 ENGINE_START_LIMIT: Final = 60.0
 """Seconds for this rank's engine to listen."""
-LEAVE_LIMIT: Final = 10.0
+LEAVE_LIMIT: Final = 5.0
 """Seconds for rank zero to react when this rank asks it to drain before the group serves."""
 
 
@@ -108,7 +108,7 @@ class PeerRank:
             await asyncio.gather(work, leaving, return_exceptions=True)
         if self._stop.done():
             message = self._stop.result()
-            if message.get("failed"):
+            if message.get("failed") and not self._signals.requested.is_set():
                 raise RankError(f"Rank zero ended the group: {words_of(message)}")
         elif self._failure.future.done():
             raise self._failure.future.result()
@@ -118,11 +118,16 @@ class PeerRank:
         self._lifecycle.enter(Phase.STOPPED, "the group has stopped")
         return 0
 
+    def _advance(self, phase: Phase, reason: str) -> None:
+        """Enter a phase on the way to serving, unless the group is on its way down already."""
+        if self._lifecycle.phase is not Phase.DRAINING:
+            self._lifecycle.enter(phase, reason)
+
     async def _leave_when_asked(self) -> None:
         """On SIGTERM ask rank zero to drain the group; return when this rank shall end by itself."""
         await self._signals.requested.wait()
-        serving = self._lifecycle.phase is Phase.SERVING
-        self._lifecycle.enter(Phase.DRAINING, f"{self._signals.name} came; rank zero drains the group")
+        serving = self._lifecycle.phase in (Phase.SERVING, Phase.DRAINING)
+        self._advance(Phase.DRAINING, f"{self._signals.name} came; rank zero drains the group")
         if self._link is None:
             return
         with contextlib.suppress(FlareError):
@@ -136,9 +141,9 @@ class PeerRank:
         request, lifecycle = self._request, self._lifecycle
         assert request.rendezvous is not None, "a peer has a rendezvous"
         host, port = request.rendezvous
-        lifecycle.enter(Phase.RESOLVING, f"rank {request.rank} of the group at {show((host, port))}")
+        self._advance(Phase.RESOLVING, f"rank {request.rank} of the group at {show((host, port))}")
         engines = installed_engines(request.settings, request.paths)
-        lifecycle.enter(Phase.RENDEZVOUS, f"going to rank zero at {show((host, port))}")
+        self._advance(Phase.RENDEZVOUS, f"going to rank zero at {show((host, port))}")
         facts = PeerFacts(request.expect_index, request.ranks, VERSION, engines)
         self._link, welcome = await join(
             host, port, rank=request.rank, key=request.proof_key, facts=facts, remark=lifecycle.remark
@@ -150,7 +155,7 @@ class PeerRank:
         self._check_engine(install, welcome)
         own = await asyncio.to_thread(own_endpoints, request.settings.fabric_interfaces)
         self._routes = plan(own, read_offered(welcome), request.rendezvous)
-        lifecycle.enter(Phase.RECEIVING, f"the core {printable(offer.model)} from rank zero")
+        self._advance(Phase.RECEIVING, f"the core {printable(offer.model)} from rank zero")
         found = await obtain(
             offer,
             ask=self._ask_for_metadata,
@@ -166,12 +171,12 @@ class PeerRank:
         index = found.primary.index
         check_index(index, request)
         adapter.check(found.primary)
-        lifecycle.enter(Phase.VERIFYING, f"rank {request.rank}'s bytes in {found.primary.root}")
+        self._advance(Phase.VERIFYING, f"rank {request.rank}'s bytes in {found.primary.root}")
         always = request.options.verify_weights or not found.verified
         verdict, before = await verify_stored(
             found.primary, request.rank, always=always, remark=lifecycle.remark
         )
-        lifecycle.enter(Phase.AGREEING, verdict)
+        self._advance(Phase.AGREEING, verdict)
         capacity = device_capacity(
             index, request.rank, request.options.memory_limit, environment=request.environment
         )
@@ -181,7 +186,7 @@ class PeerRank:
         await self._load(found, adapter, install, agreement)
         serving = await self._expect("serving", LOADING_LIMIT, "rank zero's engine to be ready")
         check_unchanged(found.primary, request.rank, before)
-        lifecycle.enter(Phase.SERVING, f"holds {printable(serving.text('holds', limit=4000))} for rank zero")
+        self._advance(Phase.SERVING, f"holds {printable(serving.text('holds', limit=4000))} for rank zero")
         await asyncio.get_running_loop().create_future()  # until the group ends
 
     def _check_engine(self, install: EngineInstall, welcome: Reader) -> None:
@@ -209,7 +214,7 @@ class PeerRank:
     ) -> None:
         request = self._request
         assert self._link is not None
-        self._lifecycle.enter(
+        self._advance(
             Phase.LOADING,
             f"{agreement.slots} request(s) of {agreement.context_length} tokens; "
             f"{install.name} {install.version}",

@@ -106,6 +106,7 @@ class Rendezvous:
         remark: prints one line.
         on_connection: gets a proven connection for another purpose, blocking, and owns it from then on.
         on_lost: called once with a member whose connection ended, and why.
+        on_leave: called with a member that was asked to stop on its own node.
         welcome: the message that a member gets first, without its type.
     """
 
@@ -118,6 +119,7 @@ class Rendezvous:
         remark: Callable[[str], None],
         on_connection: Callable[[Purpose, int, socket.socket], None],
         on_lost: Callable[[Member, FlareError], None],
+        on_leave: Callable[[Member], None],
         welcome: Mapping[str, Any],
     ) -> None:
         self.ranks = ranks
@@ -127,6 +129,7 @@ class Rendezvous:
         self._remark = remark
         self._on_connection = on_connection
         self._on_lost = on_lost
+        self._on_leave = on_leave
         self._welcome = welcome
         self._pending: dict[asyncio.Task[bool], socket.socket] = {}
         self._readers: set[asyncio.Task[None]] = set()
@@ -315,7 +318,10 @@ class Rendezvous:
                     # A peer that fails says why before it goes: better than "it is gone".
                     self._lose(member, f"failed: {words_of(message)}")
                     return
-                member.messages.put_nowait(message)
+                if message["type"] == "leave":
+                    self._on_leave(member)
+                else:
+                    member.messages.put_nowait(message)
         except FlareError as ended:
             self._lose(member, f"is gone: {ended.message}")
 

@@ -86,7 +86,7 @@ class ZeroRank:
         self._front: Front | None = None
         self._engine: EngineProcess | None = None
         self._lock: FolderLock | None = None
-        self._listeners: list[asyncio.Task[None]] = []
+        self._watchers: list[asyncio.Task[None]] = []
         self._holdings: dict[int, list[str]] = {}
         self._url = ""
 
@@ -232,6 +232,7 @@ class ZeroRank:
             remark=self._lifecycle.remark,
             on_connection=self._take_connection,
             on_lost=lambda _member, problem: self._failure.report(problem),
+            on_leave=self._let_go,
             welcome={
                 **Offer.from_primary(primary).to_message(),
                 "engine_version": install.version,
@@ -288,8 +289,6 @@ class ZeroRank:
                     if not isinstance(capacity, int) or isinstance(capacity, bool):
                         raise RemoteProtocolError(f"Rank {member.rank} did not say what it can hold.")
                     return capacity
-                case "leave":
-                    raise RankError(f"Rank {member.rank} ({member.host}) was stopped on its node.")
                 case _:
                     raise RemoteProtocolError(f"Rank {member.rank} sent an unknown message.")
 
@@ -333,7 +332,7 @@ class ZeroRank:
         engine = EngineProcess(program_name(install.server), self._show(adapter))
         self._engine = engine
         await engine.start(adapter.command(context), adapter.environment(context, environment))
-        self._listeners.append(asyncio.create_task(self._watch_engine(engine)))
+        self._watchers.append(asyncio.create_task(self._watch_engine(engine)))
         await self._wait_until_ready(f"http://127.0.0.1:{context.port}{adapter.health_path}")
         assert self._front is not None
         self._front.open(context.port, agreement.slots)
@@ -379,7 +378,6 @@ class ZeroRank:
                 holds = ", ".join(self._holdings.get(rank, [])) or "nothing that the engine tells of"
                 self._lifecycle.remark(f"rank {rank} ({member.host}) holds {holds}")
                 await member.link.send({"type": "serving", "holds": holds})
-                self._listeners.append(asyncio.create_task(self._listen_to(member)))
             own = ", ".join(self._holdings.get(0, [])) or "nothing that the engine tells of"
             self._lifecycle.remark(f"rank 0 holds {own}")
         self._lifecycle.enter(
@@ -388,15 +386,12 @@ class ZeroRank:
             url=self._url,
         )
 
-    async def _listen_to(self, member: Member) -> None:
-        """Heed what a peer says while the group serves."""
-        try:
-            while True:
-                message = await member.messages.get()
-                if message["type"] == "leave" and not self._drain_asked.done():
-                    self._drain_asked.set_result(f"rank {member.rank} ({member.host}) was asked to stop")
-        except FlareError as problem:
-            self._failure.report(problem)
+    def _let_go(self, member: Member) -> None:
+        """Drain the group when a peer was asked to stop; a group that does not serve yet cannot go on."""
+        if self._lifecycle.phase not in (Phase.SERVING, Phase.DRAINING):
+            self._failure.report(RankError(f"Rank {member.rank} ({member.host}) was stopped on its node."))
+        elif not self._drain_asked.done():
+            self._drain_asked.set_result(f"rank {member.rank} ({member.host}) was asked to stop")
 
     # -- ending it -----------------------------------------------------------------------------------
 
@@ -440,7 +435,7 @@ class ZeroRank:
 
     async def _end(self, *, failed: FlareError | None, now: bool = False) -> None:
         """End the engine, then the peers, then every connection; nothing of the group is left here."""
-        for task in self._listeners:
+        for task in self._watchers:
             task.cancel()
         engine, self._engine = self._engine, None
         if engine is not None:

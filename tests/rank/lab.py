@@ -55,6 +55,7 @@ class Meeting:
         self.said: list[str] = []
         self.taken: list[tuple[Purpose, int, socket.socket]] = []
         self.lost: list[tuple[int, FlareError]] = []
+        self.left: list[int] = []
         welcome = offer.to_message() if offer else {"ranks": ranks, "index_sha256": INDEX.hex()}
         self.rendezvous = Rendezvous(
             ranks=ranks,
@@ -63,6 +64,7 @@ class Meeting:
             remark=self.said.append,
             on_connection=lambda purpose, rank, connection: self.taken.append((purpose, rank, connection)),
             on_lost=self._lose,
+            on_leave=lambda member: self.left.append(member.rank),
             welcome=welcome,
         )
         self.host, self.port = self.rendezvous.listen("127.0.0.1", 0, keyed=True, insecure=False)

@@ -332,6 +332,24 @@ def test_a_request_to_stop_while_it_loads_is_heeded(group: Group, cores: Callabl
     assert group.statuses() == [0], group.output(0)
 
 
+def test_a_peer_that_is_stopped_before_all_have_met_ends_the_launch(
+    group: Group, cores: Callable[[int], Path]
+) -> None:
+    key = group.folder / "key"
+    key.write_bytes(KEY)
+    key.chmod(0o600)
+    meeting = ("--rendezvous", f"127.0.0.1:{free_port()}", "--rendezvous-key-file", str(key))
+    accept = ("--accept-publisher", PUBLISHER.fingerprint)
+    group.spawn(str(cores(3)), "--rank", "0", *meeting, *accept, *SERVING, "--port", "0")
+    group.spawn("--rank", "1", *meeting, *accept, "--core-cache", str(group.folder / "cache"))
+    until_true(lambda: "rank 1 joined" in group.output(0), READY_LIMIT)
+    group.ranks[1].terminate()
+    group.until_gone()
+    assert group.statuses() == [15, 0], group.all_output()
+    assert "failed: Rank 1 (127.0.0.1) was stopped on its node" in group.output(0)
+    assert "draining: SIGTERM came" in group.output(1)
+
+
 def test_the_same_answer_alone_and_in_a_group(
     group: Group, cores: Callable[[int], Path], tmp_path: Path
 ) -> None:

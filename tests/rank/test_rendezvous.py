@@ -204,6 +204,17 @@ def test_a_failing_peers_own_words_are_the_reason() -> None:
     run(work())
 
 
+def test_a_peer_that_is_asked_to_stop_tells_rank_zero() -> None:
+    async def work() -> None:
+        async with Meeting() as lab:
+            link, _ = await joined(lab)
+            await link.send({"type": "leave"})
+            await until(lambda: lab.left == [1])
+            link.close()
+
+    run(work())
+
+
 def test_a_peer_that_vanishes_is_noticed_at_once() -> None:
     async def work() -> None:
         async with Meeting() as lab:
@@ -258,6 +269,7 @@ def test_without_a_key_only_this_machine_can_join() -> None:
                     remark=said.append,
                     on_connection=lambda *_: None,
                     on_lost=lambda *_: None,
+                    on_leave=lambda *_: None,
                     welcome={},
                 )
                 assert other.listen("0.0.0.0", 0, keyed=False, insecure=insecure)[0] == expected
