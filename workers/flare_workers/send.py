@@ -50,6 +50,12 @@ class BatchSealer:
         self._cipher = RecordCipher(key, counter)
         self._records = memoryview(bytearray(BATCH_RECORDS * MAX_RECORD))
         self.plain = memoryview(bytearray(BATCH_RECORDS * MAX_PLAINTEXT))
+        self._pieces = [
+            self.plain[at : at + MAX_PLAINTEXT] for at in range(0, len(self.plain), MAX_PLAINTEXT)
+        ]
+        self._places = [
+            self._records[at : at + MAX_RECORD] for at in range(0, len(self._records), MAX_RECORD)
+        ]
 
     def seal(self, size: int) -> memoryview:
         """The records that carry the first `size` bytes of `plain`; good until the next call.
@@ -59,9 +65,11 @@ class BatchSealer:
         """
         end = 0
         try:
-            for start in range(0, size, MAX_PLAINTEXT):
-                piece = self.plain[start : min(start + MAX_PLAINTEXT, size)]
-                end += self._cipher.seal_into(piece, self._records[end:])
+            for piece, place in zip(self._pieces, self._places, strict=True):
+                if size <= 0:
+                    break
+                end += self._cipher.seal_into(piece[:size] if size < MAX_PLAINTEXT else piece, place)
+                size -= MAX_PLAINTEXT
         except CipherError as error:
             raise WorkerError(PROTOCOL, f"nothing more can be sent on this connection: {error}") from error
         return self._records[:end]
