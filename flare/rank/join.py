@@ -46,7 +46,7 @@ async def join(
     loop = asyncio.get_running_loop()
     connection = await _connect(host, port, seconds, remark)
     try:
-        ranks, digest = await _prove(connection, rank, key)
+        digest = await _prove(connection, rank, key)
     except BaseException:
         shut(connection)  # wakes the thread, if it still waits
         connection.close()
@@ -54,8 +54,6 @@ async def join(
     send, receive = record_ciphers(key, digest)
     link = Link(connection, send, receive, f"rank zero ({show((host, port))})")
     try:
-        if not 1 <= rank < ranks:
-            raise RankError(f"Rank zero's group has the ranks 0 to {ranks - 1}; there is no peer {rank}.")
         await link.send(hello_message(facts))
         # Rank zero may still be resolving its core.
         begun = loop.time()
@@ -117,7 +115,8 @@ def _why(problem: Exception) -> str:
     return describe(problem) if isinstance(problem, OSError) and problem.errno else "no answer"
 
 
-async def _prove(connection: socket.socket, rank: int, key: bytes) -> tuple[int, bytes]:
+async def _prove(connection: socket.socket, rank: int, key: bytes) -> bytes:
     # The exchange is three small messages; a thread runs the same code that the other purposes use.
     connection.setblocking(True)
-    return await asyncio.to_thread(prove_blocking, connection, Purpose.RENDEZVOUS, rank, key)
+    _, digest = await asyncio.to_thread(prove_blocking, connection, Purpose.RENDEZVOUS, rank, key)
+    return digest

@@ -155,5 +155,5 @@ def shut(connection: socket.socket) -> None:
 
 
 def describe(problem: OSError) -> str:
-    """Return an OSError's own words."""
-    return problem.strerror or os.strerror(problem.errno) if problem.errno else str(problem)
+    """Return what an OSError means; asyncio writes the call's arguments where that should stand."""
+    return os.strerror(problem.errno) if problem.errno else str(problem)
