@@ -93,7 +93,7 @@ def test_each_node_gets_its_ranks_data_and_the_first_one_everything(orbit: Lab, 
         ),
     ]
     assert re.match(
-        rf"maxwell got {total:,} bytes in \d+\.\d s \(\d+\.\d{3} GB/s\) from this controller", lines[5]
+        rf"maxwell got {total:,} bytes in \d+\.\d s \(\d+\.\d{{3}} GB/s\) from this controller", lines[5]
     )
     assert re.match(
         r"hertz: rank 1's data, 2,097,152 bytes verified in \d+\.\d s \(\d+\.\d{3} GB/s\)\.$", lines[6]
