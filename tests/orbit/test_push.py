@@ -18,13 +18,16 @@ from typing import Any
 
 import pytest
 
-from flare.cores.export import encode_primary
+from flare.cores.export import encode_primary, export_core
+from flare.cores.primary import load_primary
 from flare.cores.safetensors import Tensor
+from flare.cores.verify import verify_core
 from tests.cores.making import (
     MIB,
     PUBLISHER,
     digest_table,
     members,
+    model_folder,
     pattern,
     write_core,
     write_packed_core,
@@ -194,6 +197,17 @@ def test_a_rank_of_a_packed_core_gets_its_part_of_the_one_file(orbit: Lab, tmp_p
     assert digest(arrived, start + 2 * MIB, MIB) == digest(core, start + 2 * MIB, MIB)
     assert digest(arrived, start + 5 * MIB) == digest(core, start + 5 * MIB)
     assert arrived.stat().st_blocks * 512 < 3 * MIB
+
+
+def test_an_exported_core_arrives_as_it_was_signed(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    source = model_folder(tmp_path / "model", shards=3)
+    core = export_core(source, tmp_path / "core", revision="cpu", ranks=2, engine="vllm", publisher=PUBLISHER)
+    assert orbit.flare("orbit", "push", str(core), "--to", "maxwell,hertz", *TRUST).code == 0
+    for name, ending in (("maxwell", ""), ("hertz", "-rank1")):
+        arrived = stored(orbit, name, f"*{ending}", core.name)
+        report = verify_core(load_primary(arrived), processes=1)
+        assert report.bytes == load_primary(core).index.total_bytes
 
 
 def test_a_damaged_source_is_named_with_file_and_block_and_the_others_go_on(
