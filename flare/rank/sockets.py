@@ -23,8 +23,8 @@ from flare.rank.proof import (
     zero_proof,
 )
 
-DEAD_AFTER: Final = 5
-"""Seconds until the kernel gives a silent connection up: a cut cable ends the group in that time."""
+DEAD_AFTER: Final = 4
+"""Seconds until the kernel gives a silent connection up; the group has ended within the next one."""
 PROOF_LIMIT: Final = 10.0
 """Seconds for the whole proof, on either side."""
 
