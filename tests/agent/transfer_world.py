@@ -26,7 +26,7 @@ from flare.trust.grants import (
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import KIND_TRANSFER_GRANT
 from flare.wire.messages import FileRanges, Transfer, TransferReply, TransferSource
-from tests.agent.world import Agent, Peer, drive
+from tests.agent.world import Agent, Peer, drive, wait_for
 from tests.cores.making import PUBLISHER
 
 MIB = 1 << 20
@@ -184,13 +184,21 @@ class Push:
         assert (folder / ".verified").is_file()
 
 
-def nothing_left(agent: Agent, *, resuming: bool = False) -> None:
-    """Assert that no transfer left anything on an agent."""
+def nothing_left(agent: Agent, *, soon: bool = False) -> None:
+    """Assert that no transfer left anything on an agent.
+
+    Args:
+        soon: whether it may still be clearing up: nobody waits for its answer any more.
+    """
     cache = agent.paths.cache
-    assert list(agent.paths.cores.iterdir()) == []
-    assert list((cache / "arriving").iterdir()) == []
-    if not resuming:
-        assert list((cache / "resuming").iterdir()) == []
+
+    def left() -> list[str]:
+        folders = (agent.paths.cores, cache / "arriving", cache / "resuming")
+        return [str(path) for folder in folders for path in folder.iterdir()]
+
+    if soon:
+        wait_for(lambda: not left(), what="clearing up")
+    assert left() == []
 
 
 def fabric_of(agents: Sequence[Agent], *, ring: bool = False, rails: int = 1) -> TransferFabric:
