@@ -6,6 +6,7 @@ resuming/<entry>/ beside its journal, and the next transfer of the same core goe
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ from flare.files import describe_os_error, ensure_private_folder
 from flare_workers.ranges import Ranges, Run
 
 COPY_PIECE = 64 << 20  # bytes a system call copies, so that a copy of a large file can be given up
+PLAIN_PIECE = 1 << 20  # bytes copied through this process where the kernel does not do it
+_NO_KERNEL_COPY = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)  # depends on the file system
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME_DIGITS = 32  # hex digits of a file's name there: paths of cores may be longer than a name
 
@@ -120,8 +123,7 @@ class Partial:
             for offset, length in runs:
                 position, end = offset, offset + length
                 while position < end and not self.given_up:
-                    count = min(COPY_PIECE, end - position)
-                    copied = os.copy_file_range(descriptor, self.descriptor, count, position, position)
+                    copied = _copy_piece(descriptor, self.descriptor, position, end - position)
                     if not copied:
                         raise StorageError(f"{self.path} in the cache became shorter while it was copied.")
                     position += copied
@@ -147,6 +149,17 @@ class Partial:
         if self.journal is not None:
             self.journal.close()
             _journal_of(self.location).unlink(missing_ok=True)
+
+
+def _copy_piece(source: int, target: int, position: int, length: int) -> int:
+    """Copy some bytes to the same place of another file; return how many."""
+    if hasattr(os, "copy_file_range"):
+        try:
+            return os.copy_file_range(source, target, min(length, COPY_PIECE), position, position)
+        except OSError as problem:
+            if problem.errno not in _NO_KERNEL_COPY:
+                raise
+    return os.pwrite(target, os.pread(source, min(length, PLAIN_PIECE), position), position)
 
 
 def kept_at(cache: Cache, entry: Entry, path: str) -> Path:

@@ -30,15 +30,8 @@ from flare.wire.messages import Fetch, FetchFabric, Hello, Ranges, TransferSourc
 from flare_workers.jobs import CORRUPT, STORAGE, Channel, Receive, WorkerError
 
 # A source's refusal keeps its class where the controller can act on it; anything else is a failed transfer.
-_KEPT = (
-    BusyError,
-    ClockSkewError,
-    IdentityError,
-    IntegrityError,
-    NotFoundError,
-    StorageError,
-    VersionError,
-)
+# Not IntegrityError and StorageError: they speak of this node's cache, and what lies there depends on them.
+_KEPT = (BusyError, ClockSkewError, IdentityError, NotFoundError, VersionError)
 
 
 def own_hello(node: Node) -> Hello:
