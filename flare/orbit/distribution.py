@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flare.errors import FlareError, LocalProtocolError, RemoteProtocolError
+from flare.errors import FlareError, IntegrityError, LocalProtocolError, RemoteProtocolError
 from flare.orbit.client import Client
 from flare.orbit.push import Delivery, PushPlan
 from flare.orbit.reporter import Bar
@@ -181,7 +181,14 @@ class _Push:
         try:
             reply = await transfer(self.client, delivery.node, request, bar)
         except FlareError as problem:
-            return Delivered(delivery, error=_explained(delivery, problem))
+            error = _explained(delivery, problem)
+            if isinstance(problem, IntegrityError) and self.plan.core.source is None:
+                # Nothing else replaces that copy: its files have the right sizes, so they are not sent again.
+                error.message += (
+                    f" {source.name} got its copy from this controller: remove "
+                    f"~/.cache/flare/cores/{self.plan.core.entry} there, so that a push sends it again."
+                )
+            return Delivered(delivery, error=error)
         return Delivered(delivery, reply.bytes, reply.seconds, reply.verified)
 
     def grant(self) -> SignedRecord:

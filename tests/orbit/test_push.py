@@ -227,6 +227,21 @@ def test_a_damaged_source_is_named_with_file_and_block_and_the_others_go_on(
     assert cache(orbit, "hertz") == {}
 
 
+def test_an_uploaded_copy_that_was_damaged_later_is_found_by_the_next_node(
+    orbit: Lab, tmp_path: Path
+) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = three_ranks(tmp_path / "core")
+    assert orbit.flare("orbit", "push", str(core), "--to", "maxwell", *TRUST).code == 0
+    copy = stored(orbit, "maxwell", "*", "model/weights.safetensors")
+    copy.chmod(0o600)
+    with copy.open("r+b") as file:
+        file.write(b"damage")
+    outcome = orbit.flare("orbit", "push", str(core), "--to", "maxwell,hertz")
+    assert outcome.code == 6, outcome
+    assert f"remove ~/.cache/flare/cores/{copy.parents[1].name} there" in outcome.err
+
+
 def test_ctrl_c_ends_the_transfers_at_the_nodes(orbit: Lab, tmp_path: Path) -> None:
     orbit.paired("maxwell", "hertz")
     core = three_ranks(tmp_path / "core", size=60 * MIB)
