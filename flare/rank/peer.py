@@ -182,7 +182,7 @@ class PeerRank:
         )
         await self._link.send({"type": "ready", "capacity": capacity})
         agreed = await self._expect("agreed", AGREEMENT_LIMIT, "the other ranks to be ready")
-        agreement = Agreement(agreed.count("context_length"), agreed.count("slots"), capacity)
+        agreement = Agreement(agreed.count("context_length"), agreed.count("slots"), agreed.count("capacity"))
         await self._load(found, adapter, install, agreement)
         serving = await self._expect("serving", LOADING_LIMIT, "rank zero's engine to be ready")
         check_unchanged(found.primary, request.rank, before)

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import aiohttp
 
 from flare.cores.primary import Primary, check_trust, load_primary
 from flare.engine_install import EngineInstall, find_engine
-from flare.errors import (
-    CoreError,
-    EngineError,
-    FlareError,
-    RankError,
-    RemoteProtocolError,
-    UnreachableError,
-    UsageError,
-)
-from flare.rank.bootstrap import Offer, send_metadata
+from flare.errors import CoreError, EngineError, FlareError, RankError, UsageError
 from flare.rank.capacity import Agreement, agree, device_capacity
 from flare.rank.engine_process import EngineProcess, engine_environment, program_name
 from flare.rank.engines.base import EngineAdapter, RankContext
 from flare.rank.front import Front, exposure_warning, read_keys
+from flare.rank.group import PeerGroup
 from flare.rank.launch import (
     CAUSE_LIMIT,
     Failure,
@@ -44,25 +35,12 @@ from flare.rank.launch import (
 from flare.rank.lifecycle import Lifecycle, Phase
 from flare.rank.metrics import MetricsDocument, Serving
 from flare.rank.model_cache import FolderLock
-from flare.rank.proof import Purpose
-from flare.rank.ranges import RangeServer
-from flare.rank.rendezvous import Member, Rendezvous
-from flare.rank.routes import endpoints_message, own_endpoints
-from flare.rank.sockets import describe, show
-from flare.rank.tunnel import TunnelHead
 
-SILENCE_LIMIT: Final = 1800.0
-"""Seconds without a word of a peer that receives or verifies: a slow disk may digest for long."""
-LISTEN_LIMIT: Final = 120.0
-"""Seconds for a peer's engine to start and listen."""
 LOADING_LIMIT: Final = 3600.0
 """Seconds for the engine to become ready: 200 GB from a slow disk take half of that."""
 HEALTH_INTERVAL: Final = 0.1
-FAREWELL_LIMIT: Final = 5.0
-"""Seconds for the peers to end after they were told."""
 QUIET_LIMIT: Final = 2.0
 """Seconds for the engine to finish what the front no longer sees, before SIGTERM."""
-WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 
 
 class ZeroRank:
@@ -80,9 +58,7 @@ class ZeroRank:
         self._signals = signals
         self._failure = Failure()
         self._drain_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._rendezvous: Rendezvous | None = None
-        self._ranges: RangeServer | None = None
-        self._tunnels: dict[int, TunnelHead] = {}
+        self._group: PeerGroup | None = None
         self._front: Front | None = None
         self._engine: EngineProcess | None = None
         self._lock: FolderLock | None = None
@@ -162,18 +138,19 @@ class ZeroRank:
         warning = exposure_warning(request.options.http_host, keys)
         if warning:
             lifecycle.remark(f"warning: {warning}")
-        grouped = request.rendezvous is not None and index.ranks > 1
-        if grouped:
-            await self._meet(primary, install)
+        group = None
+        if request.rendezvous is not None and index.ranks > 1:
+            group = PeerGroup(request, primary, install, lifecycle, self._failure, self._let_go)
+            self._group = group
+            await group.meet()
         verifying = asyncio.create_task(
             verify_stored(primary, 0, always=request.options.verify_weights, remark=lifecycle.remark)
         )
         try:
-            if grouped:
+            capacities: dict[int, int] = {}
+            if group is not None:
                 lifecycle.enter(Phase.RECEIVING, "the peers take what they need")
-                capacities = await self._gather(lambda member: self._supply(member, primary))
-            else:
-                capacities = {}
+                capacities = await group.supply()
             lifecycle.enter(Phase.VERIFYING, f"the core {index.model}")
             verdict, before = await verifying
         finally:
@@ -211,87 +188,6 @@ class ZeroRank:
         adapter.check(primary)
         return adapter, find_engine(index.engine, request.settings, request.paths, request.environment)
 
-    async def _meet(self, primary: Primary, install: EngineInstall) -> None:
-        request, index = self._request, primary.index
-        assert request.rendezvous is not None
-        self._ranges = RangeServer(primary, self._remark_from_thread())
-        loop = asyncio.get_running_loop()
-
-        def broken(rank: int, problem: OSError) -> None:
-            text = f"The engine's connection to rank {rank} broke: {describe(problem)}."
-            self._failure.report_later(loop, UnreachableError(text))
-
-        self._tunnels = {rank: TunnelHead(rank, broken) for rank in range(1, index.ranks)}
-        endpoints = await asyncio.to_thread(own_endpoints, request.settings.fabric_interfaces)
-        # A rendezvous on one address alone serves nothing on the others.
-        everywhere = request.rendezvous[0] in WILDCARDS and (request.key is not None or request.insecure)
-        self._rendezvous = Rendezvous(
-            ranks=index.ranks,
-            key=request.proof_key,
-            index_sha256=primary.index_sha256,
-            remark=self._lifecycle.remark,
-            on_connection=self._take_connection,
-            on_lost=lambda _member, problem: self._failure.report(problem),
-            on_leave=self._let_go,
-            welcome={
-                **Offer.from_primary(primary).to_message(),
-                "engine_version": install.version,
-                "endpoints": endpoints_message(endpoints) if everywhere else [],
-            },
-        )
-        host, port = self._rendezvous.listen(
-            *request.rendezvous, keyed=request.key is not None, insecure=request.insecure
-        )
-        self._lifecycle.enter(
-            Phase.RENDEZVOUS, f"waiting for {index.ranks - 1} peer(s) at {show((host, port))}"
-        )
-        await self._rendezvous.meet()
-
-    def _take_connection(self, purpose: Purpose, rank: int, connection: socket.socket) -> None:
-        if purpose is Purpose.RANGES and self._ranges is not None:
-            self._ranges.serve(rank, connection)
-        elif purpose is Purpose.ENGINE and rank in self._tunnels:
-            self._tunnels[rank].offer(connection)
-        else:
-            connection.close()
-
-    def _remark_from_thread(self) -> Callable[[str], None]:
-        loop = asyncio.get_running_loop()
-
-        def remark(text: str) -> None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._lifecycle.remark, text)
-
-        return remark
-
-    async def _gather(self, step: Callable[[Member], Awaitable[int]]) -> dict[int, int]:
-        """Take one step with every member at the same time."""
-        assert self._rendezvous is not None
-        members = self._rendezvous.members
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {rank: group.create_task(_awaited(step(member))) for rank, member in members.items()}
-        except ExceptionGroup as problems:
-            raise problems.exceptions[0] from None
-        return {rank: task.result() for rank, task in tasks.items()}
-
-    async def _supply(self, member: Member, primary: Primary) -> int:
-        """Give one peer what it asks for, until it is ready; return its capacity in bytes."""
-        while True:
-            message = await member.next_message(SILENCE_LIMIT, "its bytes to be there and verified")
-            match message["type"]:
-                case "want":
-                    await send_metadata(member.link, primary)
-                case "progress":
-                    continue
-                case "ready":
-                    capacity = message.get("capacity")
-                    if not isinstance(capacity, int) or isinstance(capacity, bool):
-                        raise RemoteProtocolError(f"Rank {member.rank} did not say what it can hold.")
-                    return capacity
-                case _:
-                    raise RemoteProtocolError(f"Rank {member.rank} sent an unknown message.")
-
     # -- loading -------------------------------------------------------------------------------------
 
     async def _load(
@@ -308,13 +204,8 @@ class ZeroRank:
             f"{agreement.slots} request(s) of {agreement.context_length} tokens; "
             f"{install.name} {install.version}",
         )
-        if self._rendezvous is not None:
-            await self._rendezvous.tell(
-                {"type": "agreed", "context_length": agreement.context_length, "slots": agreement.slots}
-            )
-            await self._gather(_listening)
-            for tunnel in self._tunnels.values():
-                tunnel.start()
+        if self._group is not None:
+            await self._group.load(agreement)
         environment = engine_environment(request.environment)
         context = RankContext(
             primary=primary,
@@ -326,7 +217,7 @@ class ZeroRank:
             port=free_port(),
             served_name=served_name,
             threads=default_threads(),
-            peers=tuple(self._tunnels[rank].port for rank in sorted(self._tunnels)),
+            peers=self._group.ports if self._group is not None else (),
             help_text=await engine_help(install, environment),
         )
         engine = EngineProcess(program_name(install.server), self._show(adapter))
@@ -339,7 +230,8 @@ class ZeroRank:
 
     def _show(self, adapter: EngineAdapter) -> Callable[[str], bool]:
         """Return what takes the engine's lines: shows some, and notes what each rank holds."""
-        ranks = {tunnel.port: rank for rank, tunnel in self._tunnels.items()}
+        ports = self._group.ports if self._group is not None else ()
+        ranks = {port: rank for rank, port in enumerate(ports, 1)}
 
         def take(line: str) -> bool:
             holding = adapter.holding(line)
@@ -373,12 +265,9 @@ class ZeroRank:
 
     async def _announce(self, agreement: Agreement) -> None:
         """Say that the group serves, here and on every peer, with what each rank holds."""
-        if self._rendezvous is not None:
-            for rank, member in self._rendezvous.members.items():
-                holds = ", ".join(self._holdings.get(rank, [])) or "nothing that the engine tells of"
-                self._lifecycle.remark(f"rank {rank} ({member.host}) holds {holds}")
-                await member.link.send({"type": "serving", "holds": holds})
-            own = ", ".join(self._holdings.get(0, [])) or "nothing that the engine tells of"
+        if self._group is not None:
+            await self._group.announce(self._holdings)
+            own = ", ".join(self._holdings.get(0, ())) or "nothing that the engine tells of"
             self._lifecycle.remark(f"rank 0 holds {own}")
         self._lifecycle.enter(
             Phase.SERVING,
@@ -386,12 +275,12 @@ class ZeroRank:
             url=self._url,
         )
 
-    def _let_go(self, member: Member) -> None:
+    def _let_go(self, rank: int, host: str) -> None:
         """Drain the group when a peer was asked to stop; a group that does not serve yet cannot go on."""
         if self._lifecycle.phase not in (Phase.SERVING, Phase.DRAINING):
-            self._failure.report(RankError(f"Rank {member.rank} ({member.host}) was stopped on its node."))
+            self._failure.report(RankError(f"Rank {rank} ({host}) was stopped on its node."))
         elif not self._drain_asked.done():
-            self._drain_asked.set_result(f"rank {member.rank} ({member.host}) was asked to stop")
+            self._drain_asked.set_result(f"rank {rank} ({host}) was asked to stop")
 
     # -- ending it -----------------------------------------------------------------------------------
 
@@ -402,8 +291,8 @@ class ZeroRank:
         seconds = self._request.options.drain_seconds
         what = f"{running} request(s) have up to {seconds:g} s" if running else "no request runs"
         self._lifecycle.enter(Phase.DRAINING, f"{self._why_stopping()}; {what}")
-        if self._rendezvous is not None:
-            await self._rendezvous.tell({"type": "draining"})
+        if self._group is not None:
+            await self._group.tell({"type": "draining"})
         draining = asyncio.create_task(self._front.drain(seconds))
         hurry = asyncio.create_task(self._signals.hurry.wait())
         await first_of(draining, hurry, self._failure.future)
@@ -440,33 +329,12 @@ class ZeroRank:
         engine, self._engine = self._engine, None
         if engine is not None:
             await (engine.kill() if failed is not None or now else engine.stop())
-        if self._rendezvous is not None:
-            message: dict[str, Any] = {"type": "stop", "failed": failed is not None}
-            if failed is not None:
-                message["message"] = failed.message[:2000]
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FAREWELL_LIMIT):
-                    await self._rendezvous.tell(message)
-                    await self._rendezvous.all_gone()
-        for tunnel in self._tunnels.values():
-            tunnel.close()
-        if self._ranges is not None:
-            self._ranges.close()
-        if self._rendezvous is not None:
-            await self._rendezvous.close()
-            self._rendezvous = None
+        group, self._group = self._group, None
+        if group is not None:
+            await group.end(failed)
         if self._front is not None:
             await self._front.close()
             self._front = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-async def _awaited(step: Awaitable[int]) -> int:
-    return await step
-
-
-async def _listening(member: Member) -> int:
-    await member.expect("listening", LISTEN_LIMIT, "its engine to listen")
-    return 0
