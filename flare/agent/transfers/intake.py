@@ -28,6 +28,7 @@ from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile, Marker, read
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
 from flare.errors import ConflictError, CoreError, FlareError, IntegrityError, StorageError, TrustError
+from flare.files import describe_os_error
 from flare.trust.grants import Package
 from flare.wire.messages import FileRanges, TransferReply
 from flare_workers.jobs import CORRUPT, Hash, WorkerError
@@ -92,7 +93,10 @@ class Intake:
         with self._cache.pinned(str(entry)):
             created = not self._folder.exists()
             try:
-                await self._carry_out()
+                try:
+                    await self._carry_out()
+                except OSError as problem:  # the disk is full, or somebody changes the cache by hand
+                    raise describe_os_error(problem, "Cannot keep the core in the cache") from problem
             except BaseException as problem:
                 wrong = isinstance(problem, IntegrityError)
                 if wrong or isinstance(problem, StorageError):
