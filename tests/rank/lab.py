@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,12 +51,19 @@ def link_pair() -> tuple[Link, Link]:
 class Meeting:
     """A rendezvous of rank zero that listens, with what it said and took."""
 
-    def __init__(self, *, ranks: int = 2, key: bytes = KEY, offer: Offer | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        ranks: int = 2,
+        key: bytes = KEY,
+        offer: Offer | None = None,
+        welcome: Mapping[str, Any] | None = None,
+    ) -> None:
         self.said: list[str] = []
         self.taken: list[tuple[Purpose, int, socket.socket]] = []
         self.lost: list[tuple[int, FlareError]] = []
         self.left: list[int] = []
-        welcome = offer.to_message() if offer else {"ranks": ranks, "index_sha256": INDEX.hex()}
+        told = offer.to_message() if offer else {"ranks": ranks, "index_sha256": INDEX.hex()}
         self.rendezvous = Rendezvous(
             ranks=ranks,
             key=key,
@@ -65,7 +72,7 @@ class Meeting:
             on_connection=lambda purpose, rank, connection: self.taken.append((purpose, rank, connection)),
             on_lost=self._lose,
             on_leave=lambda member: self.left.append(member.rank),
-            welcome=welcome,
+            welcome={**told, **(welcome or {})},
         )
         self.host, self.port = self.rendezvous.listen("127.0.0.1", 0, keyed=True, insecure=False)
 
