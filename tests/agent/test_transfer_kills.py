@@ -81,7 +81,8 @@ def test_a_relay_is_killed(new_agent: Callable[..., Agent], controller: Peer, tm
 
     async def scenario() -> None:
         asked = asyncio.create_task(push.ask(agents[2], streams=2))
-        await until(lambda: bool(workers(agents[1], "relay packed.safetensors from node0 to node2")))
+        await until(lambda: bool(workers(agents[2], "receive packed.safetensors 2/2 from hertz")))
+        assert workers(agents[1], "relay packed.safetensors from node0 to node2")
         agents[1].stop(signal.SIGKILL)
         with pytest.raises(FlareError, match=r"Stream [12]/2 of "):
             await asked
