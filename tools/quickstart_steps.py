@@ -7,6 +7,7 @@ own; the controller has a third HOME. Everything else is as on real hosts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ QUESTIONS = (
 )
 READY_WITHIN = 120.0  # seconds; a small model is ready in two, a busy machine takes longer
 ATTACHED_AT_MOST = 3.0  # seconds to read the retained output
+TIDY_WITHIN = 20.0  # seconds that a command has to end after Ctrl-C
 STOP_WITHIN = 30.0  # seconds that an agent has to end after SIGTERM
 
 BOLD, DIM, PLAIN = (
@@ -94,18 +96,29 @@ def flare(home: Path, *words: str, text: str | None = None, show: bool = True) -
     """
     if show:
         print(f"{DIM}{home.name}${PLAIN} flare {shlex.join(words)}", flush=True)
-    result = subprocess.run(
+    process = subprocess.Popen(
         [str(FLARE), *words],
         env=environment(home),
-        input=text,
-        stdin=None if text is not None else subprocess.DEVNULL,
+        stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL,
         stdout=None if show else subprocess.PIPE,
+        stderr=None if show else subprocess.PIPE,
         text=True,
-        check=False,
+        process_group=0,  # Ctrl-C reaches it through us, once
     )
-    if result.returncode != 0:
-        raise QuickstartError(f"`flare {shlex.join(words)}` ended with exit code {result.returncode}.")
-    return result.stdout or ""
+    try:
+        printed, complaints = process.communicate(text)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)  # it tidies up after itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=TIDY_WITHIN)
+        process.kill()
+        process.wait()
+        raise
+    if process.returncode != 0:
+        raise QuickstartError(
+            f"{complaints or ''}`flare {shlex.join(words)}` ended with exit code {process.returncode}."
+        )
+    return printed or ""
 
 
 def fetch_model() -> Path:
@@ -274,12 +287,16 @@ def run(arguments: argparse.Namespace) -> None:
         url = f"http://127.0.0.1:{port}"
         shown = json.loads(flare(controller, "core", "show", str(core), "--json", show=False))
         fingerprint = shown["publisher"]["fingerprint"]
+        # Two hosts share one machine here, and an engine's threads spin while they wait for each other.
+        threads = max(1, (os.cpu_count() or 1) // len(NODES))
         words = [
             "--nodes",
             ",".join(name for name, _ in NODES),
             "--name",
             GROUP,
             "--detach",
+            "--threads",
+            str(threads),
             "--accept-publisher",
             fingerprint,
         ]
@@ -420,12 +437,13 @@ def main() -> int:
         )
         return 1
     except KeyboardInterrupt:
-        print("\nquickstart: interrupted; the agents and the group have been stopped.", file=sys.stderr)
+        print("\nquickstart: interrupted; nothing is left running.", file=sys.stderr)
         return 130
     print(f"\nDone in {time.monotonic() - started:.0f} s.", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

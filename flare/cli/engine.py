@@ -70,7 +70,10 @@ def list_engines(as_json: bool) -> None:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Try the engine with this GGUF model instead of a tiny one.",
 )
-def install(name: str, from_source: bool, cuda: bool, folder: Path | None, probe_model: Path | None) -> None:
+@click.option("--force", is_flag=True, help="Install it again even where this build is there already.")
+def install(
+    name: str, from_source: bool, cuda: bool, folder: Path | None, probe_model: Path | None, force: bool
+) -> None:
     """Install the engine NAME for this account (known: llama.cpp).
 
     The files are pinned by SHA-256, and the engine must complete a prompt on this machine before it
@@ -102,5 +105,6 @@ def install(name: str, from_source: bool, cuda: bool, folder: Path | None, probe
         report=note,
         step=step,
         cuda=cuda,
+        force=force,
     )
     say(f"{installed.name} {installed.version} is installed in {installed.folder}.")
