@@ -112,10 +112,15 @@ class CoreError(FlareError):
 
 
 class IntegrityError(FlareError):
-    """Stored or received bytes are not the ones that were signed."""
+    """Stored or received bytes are not the ones that were signed.
+
+    Attributes:
+        file: the path in the core of the file that they are in, where one is known.
+    """
 
     exit_code = 6
     code = "corrupt"
+    file: str | None = None
 
 
 class PlacementError(FlareError):

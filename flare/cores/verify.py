@@ -121,7 +121,9 @@ def _differs(primary: Primary, number: int, offset: int, found: bytes, expected:
     name = file.path or primary.file_path(number).name
     block = offset // BLOCK_SIZE + first // DIGEST_SIZE
     end = min((block + 1) * BLOCK_SIZE, file.size)
-    return IntegrityError(
+    problem = IntegrityError(
         f'The core {primary.path} is damaged: block {block} of "{name}" '
         f"(bytes {block * BLOCK_SIZE} to {end}) is not what its publisher signed. Fetch or export it again."
     )
+    problem.file = name
+    return problem

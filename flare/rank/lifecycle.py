@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
-from flare.errors import LocalProtocolError
+from flare.errors import CoreError, FlareError, IntegrityError, LocalProtocolError, TrustError
 from flare.printable import printable
 
 MAX_REASON: Final = 2000
@@ -90,6 +91,7 @@ class Lifecycle:
         self._status = status
         self._clock = clock
         self._begun = clock()
+        self._damaged: dict[str, str] | None = None
         self.phase: Phase | None = None
         self.reason = ""
 
@@ -103,13 +105,36 @@ class Lifecycle:
         """Whether nothing can follow any more."""
         return self.phase in (Phase.STOPPED, Phase.FAILED)
 
-    def enter(self, phase: Phase, reason: str, *, url: str | None = None) -> None:
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[None]:
+        """Remember that the bytes stored in `folder` are not the signed ones, when that ends the block.
+
+        The last status line tells it: the agent removes such a copy from its cache, because nothing else
+        would replace it.
+        """
+        try:
+            yield
+        except (CoreError, IntegrityError, TrustError) as problem:
+            self._damaged = {"folder": str(folder)}
+            file = problem.file if isinstance(problem, IntegrityError) else None
+            if file is not None:
+                self._damaged["file"] = file
+            raise
+
+    def fail(self, problem: FlareError) -> None:
+        """Change to `failed` and say why; the agent hears the error's code too."""
+        self.enter(Phase.FAILED, problem.message, code=problem.code)
+
+    def enter(
+        self, phase: Phase, reason: str, *, url: str | None = None, code: str | None = None
+    ) -> None:
         """Change to `phase` and say so.
 
         Args:
             phase: must be allowed after the current one.
             reason: why, as a clause for people; only its first line is kept.
             url: where the front can be reached, with `serving`.
+            code: of the error, with `failed`.
 
         Raises:
             LocalProtocolError: our own code skipped a phase.
@@ -124,9 +149,13 @@ class Lifecycle:
             self.remark(line)
         if self._status is None:
             return
-        document = {"phase": str(phase), "reason": self.reason}
+        document: dict[str, object] = {"phase": str(phase), "reason": self.reason}
         if url is not None:
             document["url"] = url
+        if code is not None:
+            document["code"] = code
+        if phase is Phase.FAILED and self._damaged is not None:
+            document["damaged"] = self._damaged
         # An agent that is gone takes this rank along through its keeper; a full pipe costs one line.
         with contextlib.suppress(OSError):
             os.write(self._status, json.dumps(document).encode() + b"\n")
