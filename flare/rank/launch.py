@@ -22,7 +22,7 @@ from flare.errors import EngineError, FlareError, IntegrityError
 from flare.paths import Paths
 from flare.rank.engines.base import EngineAdapter
 from flare.rank.engines.llama_cpp import LlamaCpp
-from flare.rank.model_cache import stamps, verified_before
+from flare.rank.model_cache import mark_verified, stamps, verified_before
 from flare.rank.proof import INSECURE_KEY
 from flare.serving_options import ServingOptions
 from flare.settings import Settings
@@ -166,7 +166,7 @@ async def engine_help(install: EngineInstall, environment: Mapping[str, str]) ->
 
 
 async def verify_stored(
-    primary: Primary, rank: int, *, always: bool, remark: Callable[[str], None]
+    primary: Primary, rank: int, *, always: bool, cache: Path, remark: Callable[[str], None]
 ) -> tuple[str, dict[Path, object]]:
     """Digest what `rank` reads, unless a marker says that it was done.
 
@@ -174,6 +174,7 @@ async def verify_stored(
         primary: of the stored core.
         rank: whose bytes.
         always: --verify-weights.
+        cache: the model cache; what is digested in it is marked there.
         remark: prints one line; a long verification says how far it is.
 
     Returns:
@@ -192,6 +193,7 @@ async def verify_stored(
     after = await asyncio.to_thread(stamps, primary, wanted)
     if after != before:
         raise IntegrityError(f"The core {primary.path} changed while it was being verified. Try again.")
+    await asyncio.to_thread(mark_verified, primary, wanted, after, cache)
     return verdict, dict(after)
 
 

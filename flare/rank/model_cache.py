@@ -202,6 +202,37 @@ def verified_before(primary: Primary, wanted: Mapping[int, Ranges]) -> bool:
     return False
 
 
+def mark_verified(
+    primary: Primary, wanted: Mapping[int, Ranges], seen: Mapping[Path, FileStamp], root: Path
+) -> None:
+    """Keep what a rank has just digested, if it lies in the cache: the next launch need not read it again.
+
+    A core anywhere else is its owner's; nothing is written there. A marker that cannot be written costs
+    the next launch a digest, no more.
+
+    Args:
+        primary: of the core.
+        wanted: what was digested.
+        seen: what the files looked like before and after.
+        root: the model cache.
+    """
+    folder = primary.root
+    if folder.parent == root / "cores":
+        name = AGENT_MARKER
+    elif folder.parent.parent == root / "models":
+        name = MODEL_MARKER
+    else:
+        return
+    assert primary.path is not None, "stored data has a path"
+    files = {primary.path.name: MarkedFile(seen[primary.path], ())}
+    for number, ranges in wanted.items():
+        path = primary.file_path(number)
+        whole = ranges == Ranges.whole(primary.index.files[number].size)
+        files[str(path.relative_to(folder))] = MarkedFile(seen[path], None if whole else ranges.runs)
+    with contextlib.suppress(StorageError):
+        write_marker(folder / name, Marker(primary.index_sha256.hex(), files))
+
+
 def stamps(primary: Primary, wanted: Mapping[int, Ranges]) -> dict[Path, FileStamp]:
     """Return what the files of `wanted`, and the primary, look like now.
 

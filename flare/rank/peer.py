@@ -87,7 +87,7 @@ class PeerRank:
         except FlareError as problem:
             await self._end(problem)
             if not self._lifecycle.ended:
-                self._lifecycle.enter(Phase.FAILED, problem.message)
+                self._lifecycle.fail(problem)
             raise
         except BaseException:
             await self._end(RankError("The rank was interrupted."))
@@ -173,9 +173,10 @@ class PeerRank:
         adapter.check(found.primary)
         self._advance(Phase.VERIFYING, f"rank {request.rank}'s bytes in {found.primary.root}")
         always = request.options.verify_weights or not found.verified
-        verdict, before = await verify_stored(
-            found.primary, request.rank, always=always, remark=lifecycle.remark
-        )
+        with lifecycle.reading(found.primary.root):
+            verdict, before = await verify_stored(
+                found.primary, request.rank, always=always, cache=request.cache, remark=lifecycle.remark
+            )
         self._advance(Phase.AGREEING, verdict)
         capacity = device_capacity(
             index, request.rank, request.options.memory_limit, environment=request.environment
@@ -185,7 +186,8 @@ class PeerRank:
         agreement = Agreement(agreed.count("context_length"), agreed.count("slots"), agreed.count("capacity"))
         await self._load(found, adapter, install, agreement)
         serving = await self._expect("serving", LOADING_LIMIT, "rank zero's engine to be ready")
-        check_unchanged(found.primary, request.rank, before)
+        with lifecycle.reading(found.primary.root):
+            check_unchanged(found.primary, request.rank, before)
         self._advance(Phase.SERVING, f"holds {printable(serving.text('holds', limit=4000))} for rank zero")
         await asyncio.get_running_loop().create_future()  # until the group ends
 

@@ -77,7 +77,7 @@ class ZeroRank:
         except FlareError as problem:
             await self._end(failed=problem)
             if not self._lifecycle.ended:
-                self._lifecycle.enter(Phase.FAILED, problem.message)
+                self._lifecycle.fail(problem)
             raise
         except BaseException:
             await self._end(failed=RankError("Rank zero was interrupted."))
@@ -123,7 +123,8 @@ class ZeroRank:
         request, lifecycle = self._request, self._lifecycle
         assert request.core is not None, "rank zero has a core"
         lifecycle.enter(Phase.RESOLVING, f"the core {request.core}")
-        primary = await asyncio.to_thread(load_primary, request.core)
+        with lifecycle.reading(request.core.parent):
+            primary = await asyncio.to_thread(load_primary, request.core)
         adapter, install = self._check(primary)
         index = primary.index
         self._lock = FolderLock(primary.root)
@@ -144,7 +145,13 @@ class ZeroRank:
             self._group = group
             await group.meet()
         verifying = asyncio.create_task(
-            verify_stored(primary, 0, always=request.options.verify_weights, remark=lifecycle.remark)
+            verify_stored(
+                primary,
+                0,
+                always=request.options.verify_weights,
+                cache=request.cache,
+                remark=lifecycle.remark,
+            )
         )
         try:
             capacities: dict[int, int] = {}
@@ -152,7 +159,8 @@ class ZeroRank:
                 lifecycle.enter(Phase.RECEIVING, "the peers take what they need")
                 capacities = await group.supply()
             lifecycle.enter(Phase.VERIFYING, f"the core {index.model}")
-            verdict, before = await verifying
+            with lifecycle.reading(primary.root):
+                verdict, before = await verifying
         finally:
             verifying.cancel()
         lifecycle.enter(Phase.AGREEING, verdict)
@@ -167,7 +175,8 @@ class ZeroRank:
         )
         document.serving = Serving(document.serving.model, agreement.tokens, index.decode_weight_bytes)
         await self._load(primary, adapter, install, agreement, document.serving.model)
-        check_unchanged(primary, 0, before)
+        with lifecycle.reading(primary.root):
+            check_unchanged(primary, 0, before)
         await self._announce(agreement)
 
     def _check(self, primary: Primary) -> tuple[EngineAdapter, EngineInstall]:

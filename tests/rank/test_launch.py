@@ -67,7 +67,7 @@ def request(**changes: Any) -> RunRequest:
 
 def verify(core: Primary, rank: int = 0, *, always: bool = False) -> tuple[str, dict[Path, object]]:
     said: list[str] = []
-    return run(verify_stored(core, rank, always=always, remark=said.append))
+    return run(verify_stored(core, rank, always=always, cache=core.root.parent.parent, remark=said.append))
 
 
 def mark(core: Primary) -> None:
@@ -97,6 +97,28 @@ def test_marked_data_is_not_read_again_unless_asked(core: Primary) -> None:
     assert verify(core)[0] == "the stored data was verified before"
     with pytest.raises(IntegrityError, match="block 0"):
         verify(core, always=True)
+
+
+@pytest.mark.parametrize("place", ["cores/entry", "models/key/entry"])
+def test_what_was_digested_in_the_cache_is_marked_there(tmp_path: Path, place: str) -> None:
+    core = load_primary(write_core(tmp_path / place, FILES, ranks=2))
+
+    def again() -> str:
+        said: list[str] = []
+        return run(verify_stored(core, 0, always=False, cache=tmp_path, remark=said.append))[0]
+
+    assert "4 blocks" in again()
+    assert again() == "the stored data was verified before"
+    with core.file_path(0).open("r+b") as file:
+        file.write(b"\x00")
+    with pytest.raises(IntegrityError):
+        again()
+
+
+def test_a_core_outside_the_cache_is_left_alone(core: Primary) -> None:
+    verify(core)
+    verify(core)
+    assert {path.name for path in core.root.iterdir()} == {"tiny.safetensors", "model"}
 
 
 def test_a_rank_that_reads_nothing_digests_nothing(core: Primary) -> None:
@@ -137,7 +159,7 @@ def test_a_long_verification_tells_how_far_it_is_and_can_be_abandoned(
     said: list[str] = []
 
     async def work() -> None:
-        task = asyncio.create_task(verify_stored(core, 0, always=True, remark=said.append))
+        task = asyncio.create_task(verify_stored(core, 0, always=True, cache=core.root, remark=said.append))
         await until(lambda: said)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
