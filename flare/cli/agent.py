@@ -158,7 +158,11 @@ def reset() -> None:
 
 @agent.command("pair", short_help="Pair nodes with this host's controller key.")
 @click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
-@click.option("--code", metavar="CODE|-", help="The join code; `-` reads it from standard input.")
+@click.option(
+    "--code",
+    metavar="CODE|-",
+    help="The join code, for all HOSTs; `-` reads a line for each HOST, or one for all, from stdin.",
+)
 @click.option("--name", metavar="NAME", help="Call the node this instead of its own name (one HOST only).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def pair(hosts: tuple[str, ...], code: str | None, name: str | None, as_json: bool) -> None:

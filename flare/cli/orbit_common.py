@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -73,6 +74,11 @@ class TerminalReporter:
     def note(self, text: str, /) -> None:
         """Print a remark on standard error."""
         output.note(text)
+
+    def waiting(self, text: str, /) -> None:
+        """Print what keeps a person waiting, on a terminal alone."""
+        if sys.stderr.isatty():
+            output.note(text)
 
     def warn(self, text: str, /) -> None:
         """Print a warning on standard error."""

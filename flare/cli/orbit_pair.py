@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import TYPE_CHECKING
+
 import click
 
 from flare.cli import output
 from flare.cli.orbit_common import json_option, open_controller, run_async
 
-CODE_PROMPT = "Join code that the host printed (empty when it accepts the first controller)"
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 MAX_CODE_LINE = 4096  # characters; a code has 39
 
 
 @click.command(short_help="Pair nodes with this controller and record them.")
 @click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
-@click.option("--code", metavar="CODE|-", help="The join code; `-` reads it from standard input.")
+@click.option(
+    "--code",
+    metavar="CODE|-",
+    help="The join code, for all HOSTs; `-` reads a line for each HOST, or one for all, from stdin.",
+)
 @click.option("--name", metavar="NAME", help="Call the node this instead of its own name (one HOST only).")
 @json_option
 def pair(hosts: tuple[str, ...], code: str | None, name: str | None, as_json: bool) -> None:
     """Pair nodes: this controller may then run groups on them.
 
-    HOST is a name or address, with :PORT when it is not 29900. Compare each printed fingerprint with what
-    `flare agent install` printed at the host. One code for several hosts lets those hosts stand in for each
-    other.
+    HOST is a name or address, with :PORT when it is not 29900. Every host has a one-time code of its own,
+    which `flare agent install` or `flare agent join-code` printed there; without --code you are asked for
+    them one by one. Compare each printed fingerprint with what the host printed.
+
+    One code for several hosts works where they were installed with it (`--join-code`), and lets those hosts
+    stand in for each other. A node that has another address now is paired again under that address; no code
+    is needed.
 
     \b
-    Example:  flare orbit pair maxwell hertz --code AAAA-BBBB-CCCC-DDDD-EEEE-FFFF-GGGG-HHHH
+    Example:  flare orbit pair maxwell hertz                        asks for both codes
               echo $CODE | flare orbit pair 10.0.0.7:29901 --code -
+              flare orbit pair maxwell hertz --code - < codes       one line each
     """
     pair_hosts(hosts, code, name, as_json)
 
@@ -37,7 +51,8 @@ def pair_hosts(hosts: tuple[str, ...], code: str | None, name: str | None, as_js
 
     if name is not None and len(hosts) > 1:
         raise UsageError("--name names one node; give one HOST with it.")
-    outcomes = run_async(pair_nodes(open_controller(quiet=as_json), hosts, code=read_code(code), name=name))
+    controller = open_controller(quiet=as_json)
+    outcomes = run_async(pair_nodes(controller, hosts, codes=read_codes(code, hosts), name=name))
     if as_json:
         output.print_json(
             [
@@ -47,6 +62,7 @@ def pair_hosts(hosts: tuple[str, ...], code: str | None, name: str | None, as_js
                     "fingerprint": outcome.node and outcome.node.fingerprint,
                     "address": outcome.node and outcome.node.address,
                     "known": outcome.known,
+                    "moved": outcome.moved,
                     "error": outcome.error and outcome.error.message,
                 }
                 for outcome in outcomes
@@ -57,7 +73,10 @@ def pair_hosts(hosts: tuple[str, ...], code: str | None, name: str | None, as_js
             output.fail(outcome.error.message)
         elif outcome.node is not None and not as_json:
             word = "Already paired" if outcome.known else "Paired"
-            output.say(f"{word}: {outcome.node.name} at {outcome.node.address}")
+            if outcome.moved:
+                output.say(f"Address updated: {outcome.node.name} is now at {outcome.node.address}")
+            else:
+                output.say(f"{word}: {outcome.node.name} at {outcome.node.address}")
             output.say(f"  fingerprint {outcome.node.fingerprint}")
     failed = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(failed) < len(outcomes) and not as_json:
@@ -69,26 +88,61 @@ def pair_hosts(hosts: tuple[str, ...], code: str | None, name: str | None, as_js
         raise SystemExit(failed[0].exit_code)
 
 
-def read_code(code: str | None) -> str | None:
-    """Return the join code: as given, from standard input for "-", or asked for on a terminal; else None.
+def read_codes(code: str | None, hosts: Sequence[str]) -> list[str | None]:
+    """Return a join code for each host: as given, from standard input for "-", or asked for on a terminal.
+
+    Returns:
+        None where a host is to be paired without a code.
 
     Raises:
-        UsageError: a code was promised, and it is empty.
+        UsageError: a code was promised, and it is empty; or there are not as many as hosts.
     """
     import sys
 
     from flare.errors import UsageError
 
     if code == "-":
-        code = sys.stdin.readline(MAX_CODE_LINE).strip()
-    if code == "":
+        lines = [line.strip() for line in islice(iter(_read_line, ""), len(hosts))]
+        while lines and not lines[-1]:
+            lines.pop()
+        if len(lines) > 1 and len(lines) != len(hosts):
+            raise UsageError(
+                f"Standard input has {len(lines)} join codes for {len(hosts)} hosts. Write one line for each "
+                "host, in their order, or one line for all."
+            )
+    else:
+        lines = [] if code is None else [code]
+    if (code is not None and not lines) or not all(lines):
         # Whoever wanted a proof must not get a pairing without one because a variable was empty.
         raise UsageError(
             "The join code is empty. Leave --code out to pair with a node that accepts the first."
         )
-    if code is not None:
-        return code
+    if lines:
+        return [lines[0] if len(lines) == 1 else lines[number] for number in range(len(hosts))]
     if sys.stdin.isatty() and sys.stderr.isatty():
-        answer: str = click.prompt(CODE_PROMPT, default="", show_default=False, err=True)
-        return answer.strip() or None
-    return None
+        return [_ask_for_code(host) for host in hosts]
+    return [None] * len(hosts)
+
+
+def _read_line() -> str:
+    import sys
+
+    return sys.stdin.readline(MAX_CODE_LINE)
+
+
+def _ask_for_code(host: str) -> str | None:
+    """Ask until what is typed is a code, or nothing."""
+    from flare.errors import UsageError
+    from flare.printable import printable
+    from flare.trust.join_code import decode
+
+    question = f"Code for {printable(host)} (flare agent join-code prints it there; empty: it needs none)"
+    while True:
+        answer: str = click.prompt(question, default="", show_default=False, err=True).strip()
+        try:
+            if answer:
+                decode(answer)
+        except UsageError as problem:
+            output.note(problem.message)
+        else:
+            return answer or None

@@ -8,7 +8,7 @@ talks to it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -16,11 +16,14 @@ from typing import Generic, TypeVar
 from flare.errors import FlareError, ForbiddenError, UnreachableError
 from flare.orbit.controller import Controller
 from flare.orbit.orbit_records import NodeEntry
+from flare.orbit.reporter import Reporter
 from flare.session import Session, connect, parse_address
 from flare.wire.handshake import PROTOCOL_VERSION
 from flare.wire.messages import Controllers, Hello, Message, Request, Status, StatusReply
 
 CONNECT_TIMEOUT = 10.0  # seconds for name, connection, handshake and HELLO of one node
+WATCHED_TIMEOUT = 5.0  # seconds for the same while a person waits; an agent answers within milliseconds
+WAITING_AFTER = 2.0  # seconds until a person is told whom the command waits for
 REQUEST_TIMEOUT = 30.0  # seconds for one small reply; a node whose disk is busy answers within it
 MAX_CLOCK_DIFFERENCE = 30.0  # seconds; grants tolerate 60, so a warning comes before refusals
 
@@ -82,15 +85,21 @@ class Client:
             ForbiddenError: the node does not obey this controller.
         """
         host, port = parse_address(node.address)
-        session = await connect(
-            host,
-            port,
-            self.controller.identity,
-            expected_key=node.public_key,
-            hello=self.hello(),
-            timeout=timeout,
-            peer_name=node.name,
-        )
+        try:
+            session = await connect(
+                host,
+                port,
+                self.controller.identity,
+                expected_key=node.public_key,
+                hello=self.hello(),
+                timeout=timeout,
+                peer_name=node.name,
+            )
+        except UnreachableError as problem:
+            raise type(problem)(
+                f"{problem.message} If {node.name} has another address now, `flare orbit pair ADDRESS` "
+                "records it."
+            ) from None
         try:
             await self._agree(node, session)
         except BaseException:
@@ -122,44 +131,70 @@ class Client:
             )
 
     async def ask(
-        self, node: NodeEntry, message: Request[Body], *, timeout: float = REQUEST_TIMEOUT
+        self,
+        node: NodeEntry,
+        message: Request[Body],
+        *,
+        timeout: float = REQUEST_TIMEOUT,
+        connect_timeout: float = CONNECT_TIMEOUT,
     ) -> tuple[Hello, Body]:
         """Send one request on a session of its own.
+
+        Args:
+            timeout: seconds until it is answered.
+            connect_timeout: seconds until HELLO is answered.
 
         Returns:
             The node's HELLO and the reply.
 
         Raises: as `open`, and what the node's ERROR says.
         """
-        async with self.session(node) as session:
+        async with self.session(node, timeout=connect_timeout) as session:
             reply = await session.request(message, timeout=timeout)
             return session.hello, reply
 
     async def ask_all(
-        self, nodes: Sequence[NodeEntry], message: Request[Body], *, timeout: float = REQUEST_TIMEOUT
+        self,
+        nodes: Sequence[NodeEntry],
+        message: Request[Body],
+        *,
+        timeout: float = REQUEST_TIMEOUT,
+        connect_timeout: float = CONNECT_TIMEOUT,
     ) -> list[Answer[Body]]:
         """Ask every node the same at the same time; a node that fails is an answer with its error."""
-        return await self.for_all(nodes, lambda node: self.ask(node, message, timeout=timeout))
+        return await self.for_all(
+            nodes,
+            lambda node: self.ask(node, message, timeout=timeout, connect_timeout=connect_timeout),
+        )
 
     async def for_all(
         self, nodes: Sequence[NodeEntry], ask: Callable[[NodeEntry], Awaitable[tuple[Hello, Reply]]]
     ) -> list[Answer[Reply]]:
         """Run `ask` for every node at the same time and gather replies and errors, in the nodes' order."""
 
+        waiting = {node.name for node in nodes}
+
         async def one(node: NodeEntry) -> Answer[Reply]:
             try:
                 hello, reply = await ask(node)
             except FlareError as problem:
                 return Answer(node, None, None, problem)
+            finally:
+                waiting.discard(node.name)
             return Answer(node, reply, hello, None)
 
-        return list(await asyncio.gather(*(one(node) for node in nodes)))
+        async with telling_who_waits(self.controller.reporter, waiting):
+            return list(await asyncio.gather(*(one(node) for node in nodes)))
 
-    async def statuses(self, nodes: Sequence[NodeEntry]) -> list[Answer[StatusReply]]:
+    async def statuses(
+        self, nodes: Sequence[NodeEntry], *, connect_timeout: float = WATCHED_TIMEOUT
+    ) -> list[Answer[StatusReply]]:
         """Ask every node for its STATUS; clocks that differ are told once."""
         import time
 
-        answers: list[Answer[StatusReply]] = await self.ask_all(nodes, Status())
+        answers: list[Answer[StatusReply]] = await self.ask_all(
+            nodes, Status(), connect_timeout=connect_timeout
+        )
         for answer in answers:
             if answer.reply is None:
                 continue
@@ -178,6 +213,25 @@ class Client:
         if (node, what) not in self._told:
             self._told.add((node, what))
             self.controller.reporter.warn(sentence)
+
+
+@asynccontextmanager
+async def telling_who_waits(reporter: Reporter, waiting: Collection[str]) -> AsyncIterator[None]:
+    """Tell a person who watches what the block waits for, once, when it takes longer than a moment.
+
+    Args:
+        waiting: names of what did not answer yet; shrinks while the block runs.
+    """
+
+    def tell() -> None:
+        if waiting:
+            reporter.waiting(f"waiting for {', '.join(sorted(waiting))} …")
+
+    timer = asyncio.get_running_loop().call_later(WAITING_AFTER, tell)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def required(answers: Sequence[Answer[Reply]], doing: str) -> list[Reply]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from flare.errors import ConflictError, FlareError, IdentityError, PairingError
 from flare.identity import fingerprint
-from flare.orbit.client import CONNECT_TIMEOUT, Client
+from flare.orbit.client import WATCHED_TIMEOUT, Client, telling_who_waits
 from flare.orbit.controller import Controller, own_name, read_controllers
 from flare.orbit.orbit_file import edit_orbit_file
 from flare.orbit.orbit_records import NodeEntry, OrbitFile
@@ -30,39 +30,52 @@ class Pairing:
     Attributes:
         node: the recorded node, or None when it failed.
         known: it had been paired before, and nothing changed but its address perhaps.
+        moved: its recorded address is another one now.
         error: why it failed.
     """
 
     host: str
     node: NodeEntry | None = None
     known: bool = False
+    moved: bool = False
     error: FlareError | None = None
 
 
 async def pair(
-    controller: Controller, hosts: Sequence[str], *, code: str | None, name: str | None = None
+    controller: Controller, hosts: Sequence[str], *, codes: Sequence[str | None], name: str | None = None
 ) -> list[Pairing]:
     """Pair nodes, all at the same time.
 
     Args:
         controller: this controller; its set is made by the first pairing.
         hosts: "host" or "host:port", as the operator wrote them.
-        code: the join code; None pairs with nodes that accept the first controller.
+        codes: a join code for each host; None pairs with a node that accepts the first controller.
         name: another name for the one host instead of the node's own.
 
     Returns:
         One outcome a host, in their order; a host that failed does not stop the others.
 
     Raises:
-        PairingError: the code is not one.
+        UsageError: a code is not one.
         ForbiddenError: this controller is not in its own orbit file's controller set.
     """
-    key = hmac_key(decode(code)) if code is not None else None
+    keys = [hmac_key(decode(code)) if code is not None else None for code in codes]
     if name is not None:
         check_name(name, "node name")
     controller = ensure_controller_set(controller)
-    pairer = _Pairer(controller, key, name)
-    return list(await asyncio.gather(*(pairer.outcome(host) for host in hosts)))
+    waiting = list(hosts)
+
+    async def one(host: str, key: bytes | None) -> Pairing:
+        try:
+            return await _Pairer(controller, key, name).pair(host)
+        except FlareError as problem:
+            return Pairing(host, error=problem)
+        finally:
+            waiting.remove(host)
+
+    async with telling_who_waits(controller.reporter, waiting):
+        pairings = (one(host, key) for host, key in zip(hosts, keys, strict=True))
+        return list(await asyncio.gather(*pairings))
 
 
 def ensure_controller_set(controller: Controller) -> Controller:
@@ -91,12 +104,6 @@ class _Pairer:
         self.key = key
         self.name = name
 
-    async def outcome(self, host: str) -> Pairing:
-        try:
-            return await self.pair(host)
-        except FlareError as problem:
-            return Pairing(host, error=problem)
-
     async def pair(self, host: str) -> Pairing:
         address, port = parse_address(host)
         written = format_address(address, port)
@@ -105,7 +112,7 @@ class _Pairer:
             port,
             self.controller.identity,
             hello=Client(self.controller).hello(),
-            timeout=CONNECT_TIMEOUT,
+            timeout=WATCHED_TIMEOUT,
         )
         try:
             check_key_change(self.controller.orbit, written, session.peer_key)
@@ -155,9 +162,9 @@ class _Pairer:
                 "needs `flare orbit controllers add` there, or `flare agent reset` on the host."
             )
         return (
-            "The code is wrong, used or older than 24 hours, or the node is paired already. On the host, "
-            "`flare agent join-code` prints a new code, `flare agent reset` makes it unpaired, and the "
-            "agent's log (journalctl --user -u flare-agent) says which it was."
+            "The code is wrong (every host has its own), used or older than 24 hours, or the node is paired "
+            "already. On the host, `flare agent join-code` prints a new code, `flare agent reset` makes it "
+            "unpaired, and the agent's log (journalctl --user -u flare-agent) says which it was."
         )
 
     def record(
@@ -173,10 +180,11 @@ class _Pairer:
                         f"{printable(host)} is recorded as {known.name}. To call it {self.name}, run `flare "
                         f"orbit forget {known.name}`, then pair again with --name {self.name}."
                     )
-                if known.address != address:
+                moved = known.address != address
+                if moved:
                     edit.replace_address(known.name, address)
                     known = NodeEntry(known.name, public_key, address)
-                return Pairing(host, known, known=paired_before)
+                return Pairing(host, known, known=paired_before, moved=moved)
             name = self.name if self.name is not None else facts.name
             if any(node.name == name for node in orbit.nodes):
                 raise ConflictError(

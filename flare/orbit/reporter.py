@@ -29,6 +29,9 @@ class Reporter(Protocol):
     def note(self, text: str, /) -> None:
         """A remark that is no part of the result."""
 
+    def waiting(self, text: str, /) -> None:
+        """What keeps the person waiting; nothing where nobody watches."""
+
     def warn(self, text: str, /) -> None:
         """Something that the person should know, though the command goes on."""
 

@@ -31,6 +31,7 @@ class RecordingReporter:
         self.answer = answer
         self.said: list[str] = []
         self.notes: list[str] = []
+        self.waits: list[str] = []
         self.warnings: list[str] = []
         self.questions: list[str] = []
         self.bars: list[RecordingBar] = []
@@ -40,6 +41,9 @@ class RecordingReporter:
 
     def note(self, text: str, /) -> None:
         self.notes.append(text)
+
+    def waiting(self, text: str, /) -> None:
+        self.waits.append(text)
 
     def warn(self, text: str, /) -> None:
         self.warnings.append(text)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
 import tomllib
 from pathlib import Path
 
 from flare.identity import Identity
+from flare.trust.join_code import generate
 from tests.orbit.lab import Lab, wait_for
 
 
@@ -24,7 +28,7 @@ def test_a_code_pairs_and_both_sides_show_the_same_fingerprint(orbit: Lab) -> No
     code = code_of(orbit, "maxwell")
     wrong = orbit.flare("orbit", "pair", agent.address, "--code", "-", stdin="AAAA-" * 7 + "AAAA\n")
     assert wrong.code == 5
-    assert "The code is wrong, used or older than 24 hours" in wrong.err
+    assert "The code is wrong (every host has its own), used or older than 24 hours" in wrong.err
     paired = orbit.flare("orbit", "pair", agent.address, "--code", "-", stdin=code.lower() + "\n")
     assert paired.code == 0, paired
     assert paired.out.splitlines() == [
@@ -49,6 +53,61 @@ def test_several_hosts_are_reported_each_on_its_own(orbit: Lab) -> None:
     assert "Paired: maxwell" in outcome.out
     assert f"{second.address} refused to pair" in outcome.err
     assert [node["name"] for node in tomllib.loads(orbit.orbit_file.read_text())["node"]] == ["maxwell"]
+
+
+def test_every_host_has_a_code_of_its_own(orbit: Lab) -> None:
+    hosts = [orbit.start(name).address for name in ("maxwell", "hertz")]
+    codes = [code_of(orbit, name) for name in ("maxwell", "hertz")]
+    one_short = orbit.flare("orbit", "pair", *hosts, "volta", "--code", "-", stdin="\n".join(codes))
+    assert one_short.code == 2
+    assert "has 2 join codes for 3 hosts" in one_short.err
+    swapped = orbit.flare("orbit", "pair", *hosts, "--code", "-", stdin="\n".join(codes[::-1]))
+    assert swapped.code == 5
+    assert swapped.err.count("every host has its own") == 2
+    paired = orbit.flare("orbit", "pair", *hosts, "--code", "-", stdin="\n".join(codes) + "\n")
+    assert paired.code == 0, paired
+    assert paired.out.count("Paired: ") == 2
+
+
+def test_one_code_pairs_several_hosts_where_they_have_the_same(orbit: Lab) -> None:
+    code = generate()
+    for name in ("maxwell", "hertz"):
+        installed = orbit.flare("agent", "join-code", "--code-file", "-", home=name, stdin=code)
+        assert installed.code == 0, installed
+    hosts = [orbit.start(name).address for name in ("maxwell", "hertz")]
+    for host in hosts:
+        assert orbit.flare("orbit", "pair", host, "--code", "-", stdin="\n").code == 2
+    paired = orbit.flare("orbit", "pair", *hosts, "--code", "-", stdin=code + "\n\n")
+    assert paired.code == 0, paired
+
+
+def test_a_person_is_asked_for_each_code(orbit: Lab) -> None:
+    hosts = [orbit.start(name).address for name in ("maxwell", "hertz")]
+    argv, environment = orbit.command("orbit", "pair", *hosts)
+    ours, terminal = pty.openpty()
+    process = subprocess.Popen(
+        argv, env=environment, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True
+    )
+    os.close(terminal)
+    shown = ""
+
+    def answer(question: str, word: str) -> None:
+        nonlocal shown
+        while question not in shown:
+            shown += os.read(ours, 4096).decode()
+        shown = shown.partition(question)[2]
+        os.write(ours, word.encode() + b"\n")
+
+    try:
+        answer(f"Code for {hosts[0]} (flare agent join-code prints it there", code_of(orbit, "maxwell"))
+        answer(f"Code for {hosts[1]} (", "nonsense")
+        answer(f"Code for {hosts[1]} (", code_of(orbit, "hertz"))
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert out.count("Paired: ") == 2
 
 
 def test_a_name_that_is_taken_needs_another_one(orbit: Lab) -> None:
@@ -89,9 +148,11 @@ def test_a_moved_node_gets_its_new_address(orbit: Lab) -> None:
     orbit.paired("maxwell")
     orbit.end("maxwell")
     moved = orbit.start("maxwell")
-    assert orbit.flare("orbit", "status").code == 4
+    away = orbit.flare("orbit", "status")
+    assert away.code == 4
+    assert "If maxwell has another address now, `flare orbit pair ADDRESS` records it." in away.err
     outcome = orbit.flare("orbit", "pair", moved.address)
-    assert outcome.out.startswith(f"Already paired: maxwell at {moved.address}")
+    assert outcome.out.startswith(f"Address updated: maxwell is now at {moved.address}\n")
     assert orbit.flare("orbit", "status").code == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -79,7 +80,7 @@ def test_a_node_that_cannot_prove_the_code_is_not_recorded(tmp_path: Path) -> No
         for proof in (None, b"\0" * 32):
             async with fake_node({Pair: say(PairReply(facts, "127.0.0.1:1", proof))}, stranger=True) as node:
                 client, _ = client_of(tmp_path, [])
-                (outcome,) = await pair(client.controller, [node.address], code=generate())
+                (outcome,) = await pair(client.controller, [node.address], codes=[generate()])
                 assert isinstance(outcome.error, PairingError)
                 assert "did not prove that it knows the code" in outcome.error.message
 
@@ -97,6 +98,24 @@ def test_a_clock_that_differs_is_told_once(tmp_path: Path) -> None:
                 await client.statuses([node])
                 (warning,) = reporter.warnings
                 assert f"s {word} this host's" in warning
+
+    run(scenario())
+
+
+def test_a_person_is_told_whom_the_command_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare.orbit.client.WAITING_AFTER", 0.05)
+    monkeypatch.setattr("flare.orbit.pairing.WATCHED_TIMEOUT", 0.3)
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            node = replace(node_entry(1, "hertz"), address=f"127.0.0.1:{silent.getsockname()[1]}")
+            client, reporter = client_of(tmp_path, [node])
+            (one,) = await client.statuses([node], connect_timeout=0.3)
+            assert one.error is not None
+            assert "did not answer the handshake" in one.error.message
+            (two,) = await pair(client.controller, [node.address], codes=[None])
+            assert isinstance(two.error, UnreachableError)
+            assert reporter.waits == ["waiting for hertz …", f"waiting for {node.address} …"]
 
     run(scenario())
 
