@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.folders import check_file_path, open_below, parent_of, stat_below
-from flare.cores.marker import AGENT_MARKER, Marker, read_marker, write_marker
+from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
     BusyError,
     ConflictError,
@@ -40,7 +40,7 @@ from flare.errors import (
     RemoteProtocolError,
     StorageError,
 )
-from flare.files import describe_os_error, ensure_private_folder, write_atomic
+from flare.files import describe_os_error, ensure_private_folder, remove_unfinished, write_atomic
 from flare.identity import fingerprint
 from flare.paths import Paths
 from flare.trust.publishers import PublisherProfile
@@ -141,6 +141,8 @@ class Cache:
             self.resuming,
         ):
             ensure_private_folder(folder)
+        for folder in (paths.publisher_profiles, *map(self.entry_folder, self.entries())):
+            remove_unfinished(folder)
 
     # -- names -----------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class Cache:
             logger.info("evicting %s to make room", victim.name)
             # Choosing and renaming happen without an await, so that no pin can come in between.
             doomed = self._take_away(victim)
-            await asyncio.to_thread(_delete, doomed)
+            await asyncio.to_thread(delete, doomed)
             free = await asyncio.to_thread(self.free)
         if free < missing:
             raise StorageError(
@@ -274,7 +276,42 @@ class Cache:
     def remove_entry(self, entry: Entry) -> None:
         """Remove a core directory whose data proved to be wrong."""
         with contextlib.suppress(FileNotFoundError):
-            _delete(self._take_away(self.entry_folder(entry)))
+            delete(self._take_away(self.entry_folder(entry)))
+
+    def take_damaged(self, folder: Path, file: str | None) -> Path | None:
+        """Take a core directory out of the cache whose stored bytes proved not to be the signed ones.
+
+        Nothing else would replace it: its files have their sizes, so that nobody sends them again.
+
+        Args:
+            folder: a directory of cores/ or models/.
+            file: the one that is wrong, where it is known; a blob of that name goes too.
+
+        Returns:
+            What is to be deleted; None where it is gone already.
+
+        Raises:
+            NotFoundError: the folder is none of the cache's: nothing outside of it is ever removed.
+            BusyError: another rank or a transfer uses it; it counts as unverified from now on.
+        """
+        if not self._is_core_folder(folder):
+            raise NotFoundError(f"{folder} is no core directory of this node's cache.")
+        if file is not None and _BLOB.match(file):
+            self.remove_blob(file)
+        for marker in (AGENT_MARKER, MODEL_MARKER):
+            (folder / marker).unlink(missing_ok=True)
+        if (folder.parent == self.paths.cores and self._pins[folder.name]) or _is_locked(folder):
+            raise BusyError(f"{folder.name} is used by another group or transfer.")
+        try:
+            return self._take_away(folder)
+        except FileNotFoundError:
+            return None
+
+    def _is_core_folder(self, folder: Path) -> bool:
+        parent = folder.parent
+        of_ranks = parent.parent == self.paths.models and parent.name not in ("", ".", "..")
+        ours = parent == self.paths.cores or (of_ranks and not parent.is_symlink())
+        return ours and Entry.parse(folder.name) is not None and not folder.is_symlink()
 
     @contextlib.contextmanager
     def pinned(self, name: str) -> Iterator[None]:
@@ -430,7 +467,8 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
+    """Remove a file or a whole folder; what cannot be removed stays until the agent starts again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flare.agent.cache import Entry
 from flare.agent.connected import while_connected
+from flare.agent.damaged import drop_damaged
 from flare.agent.file_requests import open_source
 from flare.agent.gpus import visible_devices
 from flare.agent.inventory import index_of
@@ -62,6 +63,7 @@ async def run(node: Node, session: Session, request: messages.Run) -> None:
         # One step without an await: of two controllers that ask at the same moment exactly one wins.
         rank = node.ranks.reserve(spec, known)
         rank.on_gone.append(pins.pop_all().close)
+        rank.on_gone.append(lambda: drop_damaged(node, rank))
     node.remember_grant(checked.grant, request.grant.signer)
     pid = await node.ranks.start(rank)
     await session.send(messages.RunReply(pid=pid, launch=spec.launch))

@@ -57,6 +57,19 @@ class RankSpec:
     rendezvous_port: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What a rank found to be other bytes than the signed ones.
+
+    Args:
+        folder: where the core lies that it read.
+        file: the file in the core, where it knows one.
+    """
+
+    folder: str
+    file: str | None
+
+
 class Run:
     """A rank that was started here, running or retained.
 
@@ -72,6 +85,7 @@ class Run:
         self.phase: str | None = None
         self.reason: str | None = None
         self.url: str | None = None
+        self.damage: Damage | None = None
         self.status: int | None = None
         self.signal: int | None = None
         self.started = clock()
@@ -199,6 +213,7 @@ class Run:
                     :MAX_REASON
                 ] or None
                 self.url = reader.text("url", limit=1024, default=self.url)
+                self.damage = _damage_in(reader)
         if self._terminated_at is not None and self.phase is not None:
             self._send_terminate()
 
@@ -304,6 +319,17 @@ class Run:
         self.gone.set()
         for call in self.on_gone:
             call()
+
+
+def _damage_in(status: strict_json.Reader) -> Damage | None:
+    found = status.object("damaged", default=None)
+    if found is None:
+        return None
+    reader = strict_json.Reader(found, "rank status, damaged")
+    return Damage(
+        reader.text("folder", limit=MAX_STATUS_LINE),
+        reader.text("file", limit=MAX_STATUS_LINE, default=None),
+    )
 
 
 def _signal_name(number: int) -> str:
