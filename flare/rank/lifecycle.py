@@ -125,9 +125,7 @@ class Lifecycle:
         """Change to `failed` and say why; the agent hears the error's code too."""
         self.enter(Phase.FAILED, problem.message, code=problem.code)
 
-    def enter(
-        self, phase: Phase, reason: str, *, url: str | None = None, code: str | None = None
-    ) -> None:
+    def enter(self, phase: Phase, reason: str, *, url: str | None = None, code: str | None = None) -> None:
         """Change to `phase` and say so.
 
         Args:

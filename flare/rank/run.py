@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable
 
-from flare.errors import FlareError
+from flare.errors import FlareError, UnsupportedError
 from flare.files import describe_os_error
 from flare.rank.launch import RunRequest, StopSignals
 from flare.rank.lifecycle import Lifecycle
@@ -23,8 +24,14 @@ def serve(request: RunRequest, say: Callable[[str], None], status: int | None) -
         status: descriptor of the agent's pipe, or None.
 
     Raises:
+        UnsupportedError: this is no Linux.
         StorageError: the disk failed in a way that nothing else explains.
     """
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(
+            "A rank runs on Linux: it owns its engine's processes and moves bytes with calls that other "
+            "systems lack. From here, `flare orbit run` starts it on a node."
+        )
     if status is not None:
         os.set_inheritable(status, False)  # the engine must not hold the agent's pipe open
     return asyncio.run(_serve(request, Lifecycle(say, status)))

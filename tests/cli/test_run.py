@@ -187,6 +187,14 @@ def test_a_peer_that_finds_nobody_says_where_it_looked(
     assert re.search(r"(?m)^failed: The rendezvous address no\.such\.host\.invalid cannot be resolved", out)
 
 
+def test_other_systems_are_refused(
+    capsys: pytest.CaptureFixture[str], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flare.rank.run.sys.platform", "darwin")
+    code, _, err = call(capsys, "run", "--rank", "1", "--rendezvous", "h:1")
+    assert (code, "A rank runs on Linux" in err) == (14, True)
+
+
 def test_a_rank_whose_starter_is_gone_does_not_begin(
     capsys: pytest.CaptureFixture[str], core: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
