@@ -6,13 +6,18 @@ into the cache, `cores.export` into the folder that it makes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import os
 import secrets
 import stat
 from pathlib import Path
 
 from flare.errors import FlareError, IdentityError, NotFoundError, StorageError
+
+UNFINISHED = ".new"  # ends the names of files that are being written
+ABANDONED_SECONDS = 600.0  # a file that took longer to write has lost its process
 
 
 def describe_os_error(problem: OSError, doing: str) -> StorageError:
@@ -68,7 +73,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     Raises:
         StorageError: nothing changed; the old file is as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{UNFINISHED}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         try:
@@ -79,6 +84,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        written = temporary.stat().st_mtime
         temporary.replace(path)
         fsync_folder(path.parent)
     except OSError as problem:
@@ -88,6 +94,24 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    remove_unfinished(path.parent, path.name, before=written - ABANDONED_SECONDS)
+
+
+def remove_unfinished(folder: Path, name: str = "", *, before: float = math.inf) -> None:
+    """Remove what writers left in a folder that were killed while they wrote.
+
+    Args:
+        name: only what was to become this file; all of them without it.
+        before: only what was last written before that time, in seconds since the epoch: somebody may still
+            write the rest. Without it nobody else may be writing in that folder.
+    """
+    beginning = f".{name}." if name else "."
+    with contextlib.suppress(OSError):  # it is only tidying up
+        for path in folder.iterdir():
+            if path.name.startswith(beginning) and path.name.endswith(UNFINISHED):
+                with contextlib.suppress(FileNotFoundError):
+                    if path.lstat().st_mtime < before:
+                        path.unlink()
 
 
 def read_bounded(path: Path, limit: int, what: str, error: type[FlareError] = StorageError) -> bytes:

@@ -44,6 +44,22 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_killed_writers_left_goes(tmp_path: Path) -> None:
+    path = tmp_path / "orbit.toml"
+    lost, written, others = (
+        tmp_path / name for name in (".orbit.toml.1-ab.new", ".orbit.toml.2-cd.new", ".trust.toml.1-ab.new")
+    )
+    for each in (lost, written, others):
+        each.write_bytes(b"half")
+    for each in (lost, others):
+        os.utime(each, (1000, 1000))
+    files.write_atomic(path, b"new")
+    assert set(tmp_path.iterdir()) == {path, written, others}
+    files.remove_unfinished(tmp_path)
+    assert set(tmp_path.iterdir()) == {path}
+    files.remove_unfinished(tmp_path / "absent")
+
+
 def test_no_folder_no_file(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Cannot write"):
         files.write_atomic(tmp_path / "absent" / "file", b"x")

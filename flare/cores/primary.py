@@ -199,7 +199,7 @@ async def load_primary_isolated(path: Path) -> Primary:
 
 def _load_in_child(path: Path) -> Primary:
     # -P keeps a module in the current folder from taking the place of ours.
-    command = [sys.executable, "-P", "-m", "flare.cores.isolated", os.fspath(path)]
+    command = [sys.executable, "-P", "-m", "flare.cores.isolated", os.fspath(path), str(os.getpid())]
     try:
         child = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ISOLATED_SECONDS, check=False

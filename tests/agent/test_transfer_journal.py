@@ -156,9 +156,14 @@ def test_a_partial_file_without_a_word_about_it_is_emptied(cache: Cache) -> None
 
 def test_an_agent_that_starts_keeps_what_can_be_resumed(cache: Cache) -> None:
     kept, lost = partial_of(cache), partial_of(cache, resume=False)
+    folder = cache.entry_folder(ENTRY)
+    folder.mkdir()
+    for name in (".verified", ".verified.77-0123abcd.new"):
+        (folder / name).write_text("{}")
     cache.prepare()
     assert kept.location.exists()
     assert not lost.location.exists()
+    assert [path.name for path in folder.iterdir()] == [".verified"]
 
 
 def test_what_could_be_resumed_makes_room(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,30 @@ def test_isolated_has_a_memory_limit(tmp_path: Path) -> None:
     script = f"from flare.cores.isolated import main; main([{str(path)!r}], {128 << 20})"
     with pytest.raises(CoreError, match=r"needs more .*memory"):
         asyncio.run(loaded_by(script, path))
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="elsewhere no child hears of its parent's end"
+)
+def test_isolated_ends_with_its_parent(tmp_path: Path) -> None:
+    """A header that takes a minute to parse is not parsed for nobody."""
+    child = (
+        "import os, sys, time; import flare.cores.isolated as isolated; "
+        "isolated.load_primary = lambda path: (print('parsing', flush=True), time.sleep(60)); "
+        "isolated.main(['core', sys.argv[1]])"
+    )
+    parent = (
+        "import os, subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "parsing\n"
+        process.kill()
+        # The child holds the pipe, too.
+        assert process.stdout.read() == ""
+    late = subprocess.run([sys.executable, "-c", child, "1"], capture_output=True, text=True, timeout=20)
+    assert (late.returncode, late.stdout) == (0, "")
 
 
 async def loaded_by(script: str, path: Path) -> object:

@@ -141,6 +141,46 @@ def test_the_end_of_the_spawner_ends_every_job(target: int) -> None:
     handle.close()
 
 
+SUBREAPER = """
+import asyncio, ctypes, os, signal, subprocess, sys
+from flare_workers import spawner
+from flare_workers.pool import WorkerPool
+from tests.workers import parts
+
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER, as an agent is one
+handle = spawner.start(slots=8)
+
+async def live():
+    pool = WorkerPool(handle)
+    ends = [parts.tcp_pair() for _ in range(3)]
+    target = parts.new_file(parts.Path(sys.argv[1]), 10)
+    job = parts.receive_job(((0, 10),), 10)
+    receiver = parts.channels()[1]
+    tasks = [asyncio.ensure_future(pool.run(job, [(right, receiver)], [target])) for _, right in ends]
+    await parts.wait_until(lambda: [each.state.name for each in pool.reports()] == ["BUSY"] * 3)
+    pids = [handle.pid, *(each.pid for each in pool.reports())]
+    other = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    os.kill(handle.pid, signal.SIGKILL)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await parts.wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    assert other.wait() == 7, "another child was collected"
+    await pool.close()
+
+asyncio.run(live())
+handle.close()
+"""
+
+
+def test_what_a_killed_spawner_leaves_is_collected(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SUBREAPER, str(tmp_path / "target")],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 AGENT = """
 import asyncio, os, signal, sys
 from flare_workers import spawner

@@ -19,6 +19,7 @@ from flare_workers.spawner import MESSAGE_SIZE, SpawnerHandle, Word
 _REPORT_GRACE = 10.0  # seconds until the spawner must have reported a death that we already see
 _END_GRACE = 1.0  # seconds until a worker that closed its socket has ended by itself, so that we learn how
 _CLOSE_GRACE = 5.0  # seconds in which a worker that was let go ends by itself
+_COLLECT_INTERVAL = 0.1  # seconds between two looks for what a killed spawner leaves
 _SPAWNS_AT_ONCE = 16  # their requests and reports always fit the spawner's socket
 
 
@@ -81,6 +82,7 @@ class Crew:
         self._idle: list[Worker] = []  # the one that was busy last comes last, and is taken first
         self._shrink_timer: asyncio.TimerHandle | None = None
         self._spawner_ended = False
+        self._collecting: asyncio.TimerHandle | None = None
 
     def reports(self) -> tuple[WorkerReport, ...]:
         """Every worker there is now."""
@@ -164,6 +166,8 @@ class Crew:
                 await asyncio.wait(late, timeout=_REPORT_GRACE)
         if self._shrink_timer is not None:
             self._shrink_timer.cancel()
+        if self._collecting is not None:
+            self._collecting.cancel()
         if self._attached:
             asyncio.get_running_loop().remove_reader(self._handle.connection)
 
@@ -262,6 +266,11 @@ class Crew:
             birth.set_exception(OSError("the process that starts workers ended"))
         self._births.clear()
         self._vacancy.set()
+        self._collect()
+
+    def _collect(self) -> None:
+        if not self._handle.collect():
+            self._collecting = asyncio.get_running_loop().call_later(_COLLECT_INTERVAL, self._collect)
 
 
 def _describe(status: int) -> str:

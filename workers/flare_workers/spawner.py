@@ -3,7 +3,8 @@
 Forking from a process with threads is not safe, and the agent has some; so it asks this one. The spawner
 holds no keys and no sessions: the sockets that it passes to new workers are empty ones. When the main
 process dies, the kernel kills the spawner, and then the workers; when it closes its end, the spawner kills
-the workers and ends.
+the workers and ends. They are a process group of their own, so that a main process that is a subreaper can
+collect the workers that a killed spawner left to it, and no other children.
 
 Messages on the socket between them are twelve bytes: what, slot, number. A worker's socket rides on SPAWN.
 """
@@ -42,7 +43,7 @@ class Word(IntEnum):
     DIED = 5  # from the spawner: the number is the wait status
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SpawnerHandle:
     """The main process's end.
 
@@ -55,12 +56,27 @@ class SpawnerHandle:
     connection: socket.socket
     slots: Slots
     pid: int
+    _collected: bool = False
+
+    def collect(self) -> bool:
+        """Collect the ended processes of a spawner that was killed; say whether none is left to collect.
+
+        Its workers end with it, a moment later. Without it they are children of the nearest subreaper.
+        """
+        try:
+            while not self._collected and os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            self._collected = True  # from now on the number may be another process's
+        return self._collected
 
     def close(self) -> None:
         """End the spawner and with it every worker, and wait for its end."""
         self.connection.close()
-        with suppress(ChildProcessError):  # someone else may have reaped it
-            os.waitpid(self.pid, 0)
+        if not self._collected:
+            with suppress(ChildProcessError):  # it was collected, but not all of its workers yet
+                os.waitpid(self.pid, 0)
+            self.collect()
 
 
 def start(*, slots: int = SLOT_LIMIT) -> SpawnerHandle:
@@ -88,6 +104,8 @@ def start(*, slots: int = SLOT_LIMIT) -> SpawnerHandle:
         pid = os.fork()
     if pid == 0:
         _spawner_life(theirs.detach(), table, parent)
+    with suppress(OSError):  # it has made the group itself, and ended
+        os.setpgid(pid, pid)
     theirs.close()
     return SpawnerHandle(ours, table, pid)
 
@@ -108,6 +126,7 @@ def _spawner_life(control: int, slots: Slots, parent: int) -> None:
     status = _EXIT_BUG
     try:
         process.die_with_parent(parent)
+        os.setpgid(0, 0)
         process.leave_signals_to_parent()
         process.keep_only(control)
         process.set_title("spawner")
