@@ -60,6 +60,8 @@ async def join(
         message = await asyncio.wait_for(link.receive(), seconds)
         if message["type"] == "refused":
             raise RankError(f"Rank zero refused rank {rank}: {words_of(message)}")
+        if message["type"] == "stop":  # the group failed while this rank was joining
+            raise RankError(f"Rank zero ended the group: {words_of(message)}")
         if message["type"] != "welcome":
             raise RemoteProtocolError(
                 f"Rank zero sent {printable(message['type'][:40])} instead of a welcome."

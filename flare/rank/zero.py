@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import aiohttp
@@ -144,25 +145,7 @@ class ZeroRank:
             group = PeerGroup(request, primary, install, lifecycle, self._failure, self._let_go)
             self._group = group
             await group.meet()
-        verifying = asyncio.create_task(
-            verify_stored(
-                primary,
-                0,
-                always=request.options.verify_weights,
-                cache=request.cache,
-                remark=lifecycle.remark,
-            )
-        )
-        try:
-            capacities: dict[int, int] = {}
-            if group is not None:
-                lifecycle.enter(Phase.RECEIVING, "the peers take what they need")
-                capacities = await group.supply()
-            lifecycle.enter(Phase.VERIFYING, f"the core {index.model}")
-            with lifecycle.reading(primary.root):
-                verdict, before = await verifying
-        finally:
-            verifying.cancel()
+        capacities, verdict, before = await self._supply_and_verify(group, primary)
         lifecycle.enter(Phase.AGREEING, verdict)
         capacities[0] = device_capacity(
             index, 0, request.options.memory_limit, environment=request.environment
@@ -178,6 +161,43 @@ class ZeroRank:
         with lifecycle.reading(primary.root):
             check_unchanged(primary, 0, before)
         await self._announce(agreement)
+
+    async def _supply_and_verify(
+        self, group: PeerGroup | None, primary: Primary
+    ) -> tuple[dict[int, int], str, dict[Path, object]]:
+        """Let the peers take their bytes while this rank digests its own; the first failure ends both."""
+        request, lifecycle = self._request, self._lifecycle
+
+        async def verify() -> tuple[str, dict[Path, object]]:
+            with lifecycle.reading(primary.root):
+                return await verify_stored(
+                    primary,
+                    0,
+                    always=request.options.verify_weights,
+                    cache=request.cache,
+                    remark=lifecycle.remark,
+                )
+
+        async def supply() -> dict[int, int]:
+            return {} if group is None else await group.supply()
+
+        if group is not None:
+            lifecycle.enter(Phase.RECEIVING, "the peers take what they need")
+        tasks = verifying, supplying = asyncio.create_task(verify()), asyncio.create_task(supply())
+        try:
+            while not supplying.done():
+                await asyncio.wait(
+                    {task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED
+                )
+                if verifying.done():
+                    verifying.result()  # our own damage is told while the peers still receive
+            capacities = await supplying
+            lifecycle.enter(Phase.VERIFYING, f"the core {primary.index.model}")
+            return capacities, *await verifying
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _check(self, primary: Primary) -> tuple[EngineAdapter, EngineInstall]:
         """Refuse what cannot work before a byte is transferred."""

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
-from flare.errors import LocalProtocolError
+from flare.errors import CoreError, FlareError, IntegrityError, LocalProtocolError, StorageError
 from flare.rank.lifecycle import COMES_AFTER, MAX_REASON, Lifecycle, Phase
 
 
@@ -50,6 +51,33 @@ def test_a_reason_of_several_lines_keeps_the_first_and_shows_all() -> None:
     assert said == ["failed: the engine died (0.0 s)", "  its last \\x1b[31mwords"]
     assert lifecycle.reason == "the engine died"
     assert lifecycle.ended
+
+
+def damage(message: str, file: str) -> IntegrityError:
+    problem = IntegrityError(message)
+    problem.file = file
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "damaged"),
+    [
+        (damage("block 3 differs", "model/a"), {"folder": "/cache/core", "file": "model/a"}),
+        (CoreError("no core"), {"folder": "/cache/core"}),
+        (StorageError("the disk is full"), None),
+    ],
+)
+def test_the_agent_hears_which_stored_core_is_damaged(problem: FlareError, damaged: object) -> None:
+    read_end, write_end = os.pipe()
+    lifecycle = Lifecycle(lambda _: None, write_end)
+    with pytest.raises(type(problem)), lifecycle.reading(Path("/cache/core")):
+        raise problem
+    lifecycle.fail(problem)
+    os.close(write_end)
+    with open(read_end) as pipe:
+        document = json.loads(pipe.read())
+    assert document.get("damaged") == damaged
+    assert (document["phase"], document["code"]) == ("failed", problem.code)
 
 
 def test_a_long_reason_fits_the_agents_line() -> None:

@@ -61,7 +61,7 @@ class Lab:
         self.running = asyncio.create_task(self.rank.run())
 
     async def member(self) -> Member:
-        await until(lambda: self.zero.rendezvous.members or self.running.done())
+        await until(lambda: any("rank 1 joined" in line for line in self.zero.said) or self.running.done())
         return self.zero.rendezvous.members[1]
 
     async def to_agreement(self) -> Member:

@@ -5,13 +5,13 @@ import socket
 
 import pytest
 
-from flare.errors import BusyError, RankError, RemoteProtocolError, UnreachableError
+from flare.errors import BusyError, FlareError, RankError, RemoteProtocolError, UnreachableError
 from flare.rank import rendezvous as meeting
 from flare.rank.hello import PeerFacts, parse_hello
 from flare.rank.join import join
 from flare.rank.link import Link
 from flare.rank.proof import Purpose
-from flare.rank.rendezvous import Rendezvous
+from flare.rank.rendezvous import Member, Rendezvous
 from flare.rank.routes import Route, connector
 from flare.strict_json import Reader
 from tests.rank.lab import FACTS, INDEX, KEY, Meeting, run, until
@@ -200,6 +200,33 @@ def test_a_failing_peers_own_words_are_the_reason() -> None:
             link.close()
             await until(lambda: lab.lost)
             assert lab.lost[0][1].message == "Rank 1 (127.0.0.1) failed: its \\x1b engine died"
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("first", "error", "text"),
+    [
+        (
+            {"type": "stop", "failed": True, "message": "rank 2 died"},
+            RankError,
+            "ended the group: rank 2 died",
+        ),
+        ({"type": "odd"}, RemoteProtocolError, "sent odd instead of a welcome"),
+    ],
+)
+def test_what_comes_instead_of_a_welcome_is_understood(
+    monkeypatch: pytest.MonkeyPatch, first: dict[str, object], error: type[FlareError], text: str
+) -> None:
+    async def work() -> None:
+        async with Meeting() as lab:
+
+            async def speak_first(member: Member) -> None:
+                await member.link.send(first)
+
+            monkeypatch.setattr(lab.rendezvous, "_read", speak_first)
+            with pytest.raises(error, match=text):
+                await joined(lab)
 
     run(work())
 

@@ -26,6 +26,7 @@ from flare.errors import (
     UsageError,
 )
 from flare.rank import zero as module
+from flare.rank.group import PeerGroup
 from flare.rank.launch import Accepted, StopSignals
 from flare.rank.lifecycle import Lifecycle, Phase
 from flare.rank.zero import ZeroRank
@@ -251,6 +252,31 @@ def test_a_damaged_core_starts_no_engine(tmp_path: Path) -> None:
         lab.start()
         await failing(lab, IntegrityError, "is damaged: block 0")
         assert not any("loading" in line for line in lab.said)
+
+    run(work())
+
+
+def test_damage_at_home_is_told_while_the_peers_still_receive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async def met(self: PeerGroup) -> None:
+            self._lifecycle.enter(Phase.RENDEZVOUS, "met")
+
+        async def endless(_self: PeerGroup) -> dict[int, int]:
+            await asyncio.sleep(60)
+            return {}
+
+        monkeypatch.setattr(PeerGroup, "meet", met)
+        monkeypatch.setattr(PeerGroup, "supply", endless)
+        lab = Lab(tmp_path, (), "", 200, made_for=2, rendezvous=("127.0.0.1", 0))
+        path = lab.core.file_path(0)
+        path.chmod(0o644)
+        with path.open("r+b") as file:
+            file.write(b"\xff")
+        lab.start()
+        await failing(lab, IntegrityError, "is damaged: block 0")
+        assert lab.lifecycle._damaged == {"folder": str(lab.core.root), "file": "model/Tiny.gguf"}
 
     run(work())
 
