@@ -8,7 +8,10 @@ import hashlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,8 +39,10 @@ from flare.session import Session
 from flare.trust.grants import Member, sign_grant
 from flare.trust.signed import KIND_TRANSFER_GRANT
 from flare.wire.messages import Get, Have, Put, PutDone, Stat, Status
-from tests.agent.world import EXPORT, INDEX_SHA256, Agent, Peer, descendants_of, drive, wait_for
+from flare_workers.jobs import Channel
+from tests.agent.world import EXPORT, INDEX_SHA256, PUBLISHER, Agent, Peer, descendants_of, drive, wait_for
 from tests.cores.making import write_core
+from tests.workers import parts
 
 MIB = 1 << 20
 ENTRY = f"{EXPORT}-1000"
@@ -255,6 +260,50 @@ def test_a_killed_worker_fails_the_put_alone(paired: Agent, controller: Peer) ->
 
     drive(scenario())
     assert leftovers(paired) == []
+
+
+def test_a_sender_killed_inside_a_record_sends_nothing_more(
+    paired: Agent, controller: Peer, tmp_path: Path
+) -> None:
+    """Its agent does not know how far it came: a record of the agent's own would use a nonce twice."""
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(32 * MIB))
+    assert paired.process is not None
+    process = paired.process.pid
+
+    async def scenario() -> tuple[Channel, bytes]:
+        async with controller.session(paired) as session:
+            await session.request(Get(path=str(path), offset=0, length=32 * MIB))
+            sock, channel = session.detach()
+            with sock:
+                await until_full(sock)
+                spawner = [found for found in descendants_of(process) if parent_of(found) == process]
+                [worker] = [found for found in descendants_of(process) if parent_of(found) in spawner]
+                os.kill(worker, signal.SIGKILL)
+                wire = channel.ciphertext
+                while piece := await asyncio.get_running_loop().sock_recv(sock, MIB):
+                    wire += piece
+        return channel, wire
+
+    channel, wire = drive(scenario())
+    plain = parts.data_header(32 * MIB) + path.read_bytes()
+    assert plain.startswith(channel.plaintext)
+    record, count = 65519, len(wire) // (65519 + 18) + 1
+    stream = b"".join(
+        parts.seal(plain[start : start + record], channel.receive_counter + number, channel.receive_key)
+        for number, start in enumerate(range(len(channel.plaintext), len(plain), record)[:count])
+    )
+    assert stream.startswith(wire), "after the torn record comes the end"
+    assert 0 < len(wire) % (record + 18) < record + 18, "it was killed between two records"
+    assert len(wire) < 16 * MIB
+
+
+async def until_full(sock: socket.socket) -> None:
+    """Wait until nothing more comes, because nobody reads it."""
+    unread = [-1, 0]
+    while not unread[-1] or unread[-1] != unread[-2]:
+        await asyncio.sleep(0.3)
+        unread.append(int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder))
 
 
 def parent_of(process: int) -> int:
@@ -519,7 +568,10 @@ def test_have_of_a_node_needs_a_grant_that_passes(paired: Agent, controller: Pee
         with pytest.raises(ForbiddenError):
             await node.ask(paired, asked)  # not the source, and nothing here is verified
         stamp = FileStamp.of((folder / "core.safetensors").stat())
-        write_marker(folder / AGENT_MARKER, Marker(INDEX_SHA256, {"core.safetensors": MarkedFile(stamp)}))
+        write_marker(
+            folder / AGENT_MARKER,
+            Marker(INDEX_SHA256, {"core.safetensors": MarkedFile(stamp)}, PUBLISHER.fingerprint),
+        )
         reply = await node.ask(paired, asked)
         assert (reply.have, reply.verified) == (True, True)
         with pytest.raises(ForbiddenError):
