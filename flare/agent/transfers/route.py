@@ -10,6 +10,8 @@ from flare.agent.node import Node
 from flare.errors import (
     BusyError,
     ClockSkewError,
+    ConflictError,
+    CoreError,
     FlareError,
     ForbiddenError,
     IdentityError,
@@ -18,6 +20,7 @@ from flare.errors import (
     RemoteProtocolError,
     StorageError,
     TransferError,
+    TrustError,
     UnreachableError,
     VersionError,
 )
@@ -31,7 +34,16 @@ from flare_workers.jobs import CORRUPT, STORAGE, Channel, Receive, WorkerError
 
 # A source's refusal keeps its class where the controller can act on it; anything else is a failed transfer.
 # Not IntegrityError and StorageError: they speak of this node's cache, and what lies there depends on them.
-_KEPT = (BusyError, ClockSkewError, IdentityError, NotFoundError, VersionError)
+_KEPT = (
+    BusyError,
+    ClockSkewError,
+    ConflictError,
+    CoreError,
+    IdentityError,
+    NotFoundError,
+    TrustError,
+    VersionError,
+)
 
 
 def own_hello(node: Node) -> Hello:
