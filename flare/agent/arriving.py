@@ -13,7 +13,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from flare.agent.cache import Cache, Place
-from flare.errors import BusyError, ConflictError, IntegrityError, RemoteProtocolError, TransferError
+from flare.agent.inventory import Signed, signed_at
+from flare.errors import (
+    BusyError,
+    ConflictError,
+    CoreError,
+    IntegrityError,
+    RemoteProtocolError,
+    TransferError,
+    TrustError,
+)
 from flare.files import describe_os_error
 from flare_workers.ranges import Ranges
 
@@ -26,9 +35,10 @@ Digest = Callable[[int, str, int], Awaitable[bytes]]
 class _File:
     """One file that is being received by one or more streams."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, publisher: str | None) -> None:
         self.path = path
         self.size = size
+        self.publisher = publisher  # of the primary that this one is to take the place of another's
         self.active: list[Ranges] = []  # what streams write now
         self.done = Ranges()
         self.failed = False
@@ -76,6 +86,31 @@ class Stream:
         self._arrivals.drop(self._place, self._file, self.ranges)
 
 
+async def signed_by(place: Place, size: int, publisher: str) -> bool:
+    """Tell whether a published file is one that this publisher signed, as far as anybody signs it.
+
+    Args:
+        place: of a file that is there.
+        size: its bytes.
+        publisher: fingerprint, hex.
+
+    Returns:
+        False for a core's primary of another publisher, and for one that is damaged.
+    """
+    if place.entry is None or size != place.entry.length or "/" in place.path:
+        return True
+    found = await _signed(place)
+    return found is not None and found.publisher == publisher
+
+
+async def _signed(place: Place) -> Signed | None:
+    """Return what a published primary says; None for one that is damaged."""
+    try:
+        return await signed_at(place.folder / place.path)
+    except (CoreError, TrustError):
+        return None
+
+
 class Arrivals:
     """Every file that is being received.
 
@@ -89,23 +124,31 @@ class Arrivals:
         self._digest = digest
         self._files: dict[Place, _File] = {}
 
-    async def begin(self, place: Place, size: int, ranges: Ranges) -> Stream | None:
+    async def begin(
+        self, place: Place, size: int, ranges: Ranges, publisher: str | None = None
+    ) -> Stream | None:
         """Prepare for a share of a file; None when the cache holds the whole file already.
 
         Args:
             size: the whole file's bytes.
             ranges: the share; inside the file, not empty unless the file is.
+            publisher: fingerprint of the one who signed the file, if it is a core's primary: it may take the
+                place of another publisher's, or of a damaged one.
 
         Raises:
             ConflictError: a file of that name has another size.
-            BusyError: another stream writes some of these bytes.
+            BusyError: another stream writes some of these bytes, or somebody reads what is to be replaced.
             StorageError: there is no room.
         """
         if place.entry is None and ranges != Ranges.whole(size):
             raise RemoteProtocolError(f"PUT of a {place.kind} takes the whole file, not ranges of it.")
+        replacing = None
         if (await asyncio.to_thread(self._cache.have, place, size))[0]:
-            return None
-        if self._cache.size_of(place) is not None:
+            if publisher is None or await signed_by(place, size, publisher):
+                return None
+            replacing = publisher
+            self._check_idle(place)
+        elif self._cache.size_of(place) is not None:
             raise ConflictError(
                 f"The cache holds a file named {place.path} with another size. Remove that core there first."
             )
@@ -113,18 +156,19 @@ class Arrivals:
         with self._cache.pinned(name):
             await self._cache.make_room(ranges.total)
         # From here to the end there is no await: of two streams for the same bytes exactly one goes on.
-        if self._cache.size_of(place) == size:
+        if replacing is None and self._cache.size_of(place) == size:
             return None
         file = self._files.get(place)
         if file is None:
             try:
-                file = _File(self._cache.new_arrival(), size)
+                file = _File(self._cache.new_arrival(), size, replacing)
                 os.truncate(file.descriptor, size)
             except OSError as problem:
                 raise describe_os_error(problem, "Cannot make a file in the cache") from None
             self._files[place] = file
-        if file.size != size:
-            raise ConflictError(f"{place.path} is being received with another size.")
+        if file.size != size or file.publisher != replacing:
+            what = "with another size" if file.size != size else "from another publisher"
+            raise ConflictError(f"{place.path} is being received {what}.")
         if file.failed:
             raise BusyError(f"{place.path} is being given up after a failure. Send it again in a moment.")
         if any(active.intersection(ranges).runs for active in file.active):
@@ -151,7 +195,10 @@ class Arrivals:
             # What the name does not say nobody can check here: a rank digests it before it loads.
             if place.digest:
                 await self._check_name(place, file)
-            self._cache.publish(file.path, place)
+            if file.publisher is None:
+                self._cache.publish(file.path, place)
+            else:
+                await self._replace(place, file, file.publisher)
         except BaseException:
             file.failed = True
             raise
@@ -159,6 +206,25 @@ class Arrivals:
             self._unpin(place, file)
             del self._files[place]
             file.close()
+
+    async def _replace(self, place: Place, file: _File, publisher: str) -> None:
+        """Put a primary in the place of another publisher's over the same index, or of a damaged one."""
+        arrived = await signed_at(file.path)
+        if arrived.publisher != publisher:
+            raise TrustError(f"{place.path} arrived signed by {arrived.publisher}, not by {publisher}.")
+        there = await _signed(place)
+        if there is not None and there.index_sha256 != arrived.index_sha256:
+            raise ConflictError(
+                f"{place.path} in this node's cache belongs to another core: its index differs. Remove that "
+                "core there first."
+            )
+        self._check_idle(place)
+        self._cache.replace(file.path, place)
+
+    def _check_idle(self, place: Place) -> None:
+        assert place.entry is not None, "only cores have publishers"
+        own = sum(len(file.active) for each, file in self._files.items() if each.entry == place.entry)
+        self._cache.check_idle(place.entry, own)
 
     async def _check_name(self, place: Place, file: _File) -> None:
         found = (await self._digest(file.descriptor, place.path, file.size)).hex()

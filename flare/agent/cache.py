@@ -10,14 +10,14 @@
 | resuming/<entry>/ | files of a transfer that can be resumed, with a journal of their verified blocks |
 
 A published file is 0444 (0555 for executables) and never opened for writing again: new bytes go to a new
-file, which is then linked to its name. Nothing is replaced, except by a file that has more of the same core.
+file, which is then linked to its name. Nothing is replaced, except by a file that has more of the same core,
+and a primary by one that another publisher signed over the same index.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -29,7 +29,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flare.agent.folders import check_file_path, open_below, parent_of, stat_below
+from flare.agent.folders import (
+    check_file_path,
+    delete,
+    files_below,
+    is_locked,
+    open_below,
+    parent_of,
+    stat_below,
+)
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
     BusyError,
@@ -229,7 +237,7 @@ class Cache:
         total = 0
         paths = self.paths
         for folder in (paths.cores, paths.blobs, paths.executables, self.arriving, self.resuming):
-            for information in _files_below(folder):
+            for information in files_below(folder):
                 if information.st_ino not in seen:
                     seen.add(information.st_ino)
                     total += information.st_blocks * 512
@@ -258,7 +266,7 @@ class Cache:
         found: list[tuple[float, Path]] = []
         for folder in (self.paths.cores, self.paths.executables, self.resuming):
             for path in folder.iterdir():
-                if not self._pins[path.name] and not _is_locked(path):
+                if not self._pins[path.name] and not is_locked(path):
                     with contextlib.suppress(FileNotFoundError):
                         found.append((path.lstat().st_mtime, path))
         return min(found)[1] if found else None
@@ -300,7 +308,7 @@ class Cache:
             self.remove_blob(file)
         for marker in (AGENT_MARKER, MODEL_MARKER):
             (folder / marker).unlink(missing_ok=True)
-        if (folder.parent == self.paths.cores and self._pins[folder.name]) or _is_locked(folder):
+        if (folder.parent == self.paths.cores and self._pins[folder.name]) or is_locked(folder):
             raise BusyError(f"{folder.name} is used by another group or transfer.")
         try:
             return self._take_away(folder)
@@ -368,16 +376,33 @@ class Cache:
         if self.size_of(place) != size:
             raise ConflictError(f"The cache holds another file named {place.path}. Remove it there first.")
 
-    def replace(self, arrived: Path, place: Place) -> None:
-        """Put a received file in the place of a published one that has fewer ranges of the same bytes.
+    def check_idle(self, entry: Entry, own_pins: int) -> None:
+        """Refuse to exchange a core's primary while somebody else reads the core.
 
+        Args:
+            entry: the core directory.
+            own_pins: how many of its pins are the asker's.
+
+        Raises:
+            BusyError: a group or a transfer uses it.
+        """
+        if self._pins[str(entry)] > own_pins or is_locked(self.entry_folder(entry)):
+            raise BusyError(
+                f"{entry} in this node's cache is the same model signed by another publisher, and a group or "
+                "a transfer uses it. Stop that, then try again."
+            )
+
+    def replace(self, arrived: Path, place: Place) -> None:
+        """Put a received file in the place of a published one.
+
+        That one has fewer ranges of the same bytes, or is the primary of another publisher of the same index.
         Whoever reads the old one keeps it.
 
         Raises:
             BusyError: a rank serves from that core directory.
             StorageError: it cannot be renamed.
         """
-        if _is_locked(place.folder):
+        if is_locked(place.folder):
             raise BusyError(f"A rank serves from {place.folder.name}. Stop it, then try again.")
         self.begin_writing(place)
         try:
@@ -447,39 +472,3 @@ class Cache:
         if not path.exists():
             write_atomic(path, profile.to_text().encode(), mode=0o600)
         return path
-
-
-def _is_locked(path: Path) -> bool:
-    """Tell whether a rank, perhaps one that no agent started, holds its lock on a core directory.
-
-    A rank that locks it after this look finds that its path is another folder, or none, and starts over.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False  # gone, or a link that is not ours
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def delete(path: Path) -> None:
-    """Remove a file or a whole folder; what cannot be removed stays until the agent starts again."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _files_below(folder: Path) -> Iterator[os.stat_result]:
-    """Yield what every regular file below `folder` is; what vanishes meanwhile is left out."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                information = Path(parent, name).lstat()
-                if stat.S_ISREG(information.st_mode):
-                    yield information

@@ -1,8 +1,8 @@
 """What is done about a core in the cache when a rank finds that its bytes are not the signed ones.
 
-Such a copy has all its files at their sizes, so it counts as held, and nothing would ever be sent in its place:
-every later launch would fail as this one did. So it goes, unless somebody else uses it; the next launch brings
-it afresh. A source outside the cache is the operator's: it is named, and left alone.
+Such a copy has all its files at their sizes, so it counts as held, and nothing would ever be sent in its
+place: every later launch would fail as this one did. So it goes, unless somebody else uses it; the next
+launch brings it afresh. A source outside the cache is the operator's: it is named, and left alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from flare.agent.cache import delete
+from flare.agent.folders import delete
 from flare.agent.node import Node
 from flare.agent.run import MAX_REASON, Run
 from flare.errors import BusyError, NotFoundError

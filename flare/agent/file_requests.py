@@ -8,6 +8,8 @@ import socket
 import stat as stat_module
 from pathlib import Path
 
+from flare.agent.arriving import signed_by
+from flare.agent.cache import Place
 from flare.agent.node import Node
 from flare.cores.primary import load_primary_isolated
 from flare.errors import (
@@ -148,15 +150,26 @@ async def get(node: Node, session: Session, request: Get) -> None:
 
 async def have(node: Node, session: Session, request: Have) -> None:
     """Say whether the cache holds an entry at that size; a member of a grant may ask about its core."""
+    publisher = request.publisher
     if not node.authority.is_controller(session.peer_key):
-        _check_have(node, session, request)
+        package = _check_have(node, session, request)
+        publisher = package.publisher
     place = node.cache.place(request.kind, request.name)
     # In a thread: a marker may have a million ranges.
     found, verified = await asyncio.to_thread(node.cache.have, place, request.size)
+    if found and publisher is not None and not (verified and _marked_by(node, place, publisher)):
+        found = await signed_by(place, request.size, publisher)
+        verified = found and verified
     await session.send(HaveReply(have=found, verified=verified))
 
 
-def _check_have(node: Node, session: Session, request: Have) -> None:
+def _marked_by(node: Node, place: Place, publisher: str) -> bool:
+    """Tell whether a directory's marker says who signed its primary, so that nobody need parse it."""
+    marker = None if place.entry is None else node.cache.marker(place.entry)
+    return marker is not None and marker.publisher == publisher
+
+
+def _check_have(node: Node, session: Session, request: Have) -> Package:
     controllers = node.authority.controllers
     path = request.name.partition("/")[2]
     if request.grant is None or controllers is None or request.kind != "core":
@@ -177,6 +190,7 @@ def _check_have(node: Node, session: Session, request: Have) -> None:
         raise ForbiddenError(f"HAVE of {printable(folder)[:80]}, which is not the grant's core.")
     node.remember_grant(checked.grant, request.grant.signer)
     session.mark_known()
+    return checked.grant.package
 
 
 def holds(node: Node, package: Package) -> bool:
@@ -185,7 +199,7 @@ def holds(node: Node, package: Package) -> bool:
         if entry.export == package.export and entry.length == package.length:
             marker = node.cache.marker(entry)
             if marker is not None and marker.index_sha256 == package.index_sha256:
-                return True
+                return marker.publisher in (None, package.publisher)
     return False
 
 
@@ -200,7 +214,7 @@ async def put(node: Node, session: Session, request: Put) -> None:
         )
     except ValueError as problem:
         raise RemoteProtocolError(f"PUT: {problem}.") from None
-    stream = await node.arrivals.begin(place, request.size, ranges)
+    stream = await node.arrivals.begin(place, request.size, ranges, request.publisher)
     if stream is None:
         await session.send(PutReply(already=True))
         return

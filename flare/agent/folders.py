@@ -7,7 +7,10 @@ descriptor and without following symbolic links: neither a name nor a link can l
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +79,39 @@ def stat_below(root: Path, path: str) -> os.stat_result | None:
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:
         return None
+
+
+def is_locked(path: Path) -> bool:
+    """Tell whether a rank, perhaps one that no agent started, holds its lock on a core directory.
+
+    A rank that locks it after this look finds that its path is another folder, or none, and starts over.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False  # gone, or a link that is not ours
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def delete(path: Path) -> None:
+    """Remove a file or a whole folder; what cannot be removed stays until the agent starts again."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def files_below(folder: Path) -> Iterator[os.stat_result]:
+    """Yield what every regular file below `folder` is; what vanishes meanwhile is left out."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                information = Path(parent, name).lstat()
+                if stat.S_ISREG(information.st_mode):
+                    yield information

@@ -15,7 +15,7 @@ from flare.agent.connected import while_connected
 from flare.agent.damaged import drop_damaged
 from flare.agent.file_requests import open_source
 from flare.agent.gpus import visible_devices
-from flare.agent.inventory import index_of
+from flare.agent.inventory import Signed, signed_at
 from flare.agent.node import Node
 from flare.agent.rank_command import (
     RankFiles,
@@ -141,10 +141,16 @@ async def _complete_core(node: Node, package: Package, pins: contextlib.ExitStac
                 )
     descriptor, information = await asyncio.to_thread(open_source, str(path))
     os.close(descriptor)
-    if information.st_size != package.length or await index_of(path) != package.index_sha256:
+    signed = await signed_at(path)
+    if information.st_size != package.length or signed.index_sha256 != package.index_sha256:
         raise ConflictError(
             f"{path} on this node is not the core that the grant names: its index differs. "
             "Remove that core from the node, or export it again under a new name."
+        )
+    if signed != Signed(package.index_sha256, package.publisher):
+        raise ConflictError(
+            f"{path} on this node is signed by the publisher {signed.publisher}, not by {package.publisher} "
+            "as the grant says. Push the core again."
         )
     return path
 

@@ -10,6 +10,7 @@ import asyncio
 import os
 import stat
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.cache import Cache, Entry
@@ -24,7 +25,16 @@ MAX_REMEMBERED = 256  # indexes whose digest is kept; more cores than that are r
 MAX_REPORTED_FILES = 10_000  # of all cores: some 120 bytes each, and STATUS has 4 MiB for everything
 MAX_REPORTED_CORES = 2048  # the same reason; placement looks at names, which come first
 
-_known: OrderedDict[FileStamp, str] = OrderedDict()  # one parse a file is enough for the process
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """What tells a core from every other one: SHA-256 of its index, and its publisher's fingerprint, hex."""
+
+    index_sha256: str
+    publisher: str
+
+
+_known: OrderedDict[FileStamp, Signed] = OrderedDict()  # one parse a file is enough for the process
 
 
 async def inventory(cache: Cache) -> tuple[CoreReport, ...]:
@@ -59,14 +69,19 @@ def _scan(cache: Cache) -> list[tuple[Path, Entry, str]]:
 
 async def _report(folder: Path, entry: Entry, marker_name: str, room: int) -> CoreReport:
     files, marker, verified = await asyncio.to_thread(_examine, folder, marker_name)
-    index = marker.index_sha256 if marker is not None else await _index_in(folder, entry)
+    if marker is not None and marker.publisher is not None:
+        signed: Signed | None = Signed(marker.index_sha256, marker.publisher)
+    else:
+        signed = await _signed_in(folder, entry)
+    index = signed.index_sha256 if signed is not None else None
     return CoreReport(
         name=str(entry),
         export=entry.export,
-        index_sha256=index,
+        index_sha256=marker.index_sha256 if marker is not None else index,
         files=tuple(files[:room]),
         verified=verified,
         bytes=sum(file.bytes_on_disk for file in files),
+        publisher=signed.publisher if signed is not None else None,
     )
 
 
@@ -90,19 +105,19 @@ def _files(folder: Path) -> list[CachedFile]:
     return sorted(found, key=lambda file: file.path)
 
 
-async def _index_in(folder: Path, entry: Entry) -> str | None:
-    """Return the index's digest from a directory's primary, or None where none can be read."""
+async def _signed_in(folder: Path, entry: Entry) -> Signed | None:
+    """Return what a directory's primary says, or None where none can be read."""
     path = await asyncio.to_thread(_primary_in, folder, entry)
     if path is None:
         return None
     try:
-        return await index_of(path)
+        return await signed_at(path)
     except FlareError:
         return None
 
 
-async def index_of(path: Path) -> str:
-    """Return the SHA-256 (hex) of the signed index in a primary; a file as it is is parsed once.
+async def signed_at(path: Path) -> Signed:
+    """Return which core a primary is, and whose; a file as it is is parsed once.
 
     Raises:
         CoreError, TrustError: it is no core, or its signature is wrong.
@@ -113,7 +128,8 @@ async def index_of(path: Path) -> str:
     except OSError as problem:
         raise describe_os_error(problem, "Cannot read") from None
     if stamp not in _known:
-        _known[stamp] = (await load_primary_isolated(path)).index_sha256.hex()
+        primary = await load_primary_isolated(path)
+        _known[stamp] = Signed(primary.index_sha256.hex(), primary.fingerprint)
         while len(_known) > MAX_REMEMBERED:
             _known.popitem(last=False)
     return _known[stamp]

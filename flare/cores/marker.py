@@ -63,10 +63,12 @@ class Marker:
     Args:
         index_sha256: of the signed index, hex.
         files: by path relative to the folder.
+        publisher: fingerprint of the one who signed the primary there; None where nobody noted it.
     """
 
     index_sha256: str
     files: Mapping[str, MarkedFile]
+    publisher: str | None = None
 
     def holds_for(self, folder: Path, path: str) -> MarkedFile | None:
         """Return what was verified of `path`, or None when the file is not the one that was checked."""
@@ -108,7 +110,8 @@ def _parse(document: dict[str, Any]) -> Marker:
             FileStamp(*(entry.count(name, limit=MAX_STAMP) for name in STAMP_MEMBERS)),
             entry.list_of("ranges", _run, limit=MAX_RUNS, default=None),
         )
-    return Marker(reader.hex("index_sha256", 32).hex(), files)
+    publisher = reader.hex("publisher", 32, default=None)
+    return Marker(reader.hex("index_sha256", 32).hex(), files, None if publisher is None else publisher.hex())
 
 
 def _run(item: object, where: str) -> tuple[int, int]:
@@ -131,5 +134,8 @@ def write_marker(path: Path, marker: Marker) -> None:
     for name, marked in marker.files.items():
         stamp = {member: getattr(marked.stamp, member) for member in STAMP_MEMBERS}
         files[name] = stamp | {"ranges": marked.ranges}
-    text = canonical({"index_sha256": marker.index_sha256, "files": files})
+    document: dict[str, Any] = {"index_sha256": marker.index_sha256, "files": files}
+    if marker.publisher is not None:
+        document["publisher"] = marker.publisher
+    text = canonical(document)
     write_atomic(path, text.encode(), mode=0o600)

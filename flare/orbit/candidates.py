@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from flare.errors import BusyError, CoreError, PlacementError, UnsupportedError
 from flare.orbit.client import Answer
+from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.resolve import Core
 from flare.orbit.runs import RUNNING
-from flare.placement import Gpu, Needs, Node, Placed, Placement, place
+from flare.placement import SINGLE_HOST, Gpu, Needs, Node, Placed, Placement, place
+from flare.serving_options import ServingOptions
 from flare.wire.messages import CoreReport, StatusReply
 
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 _RANK_ENTRY = re.compile(r"-rank(\d{1,4})\Z")
 
 
@@ -54,10 +58,19 @@ def _holds(report: CoreReport, core: Core) -> bool:
     What a controller uploaded has no mark of verification until its rank digested it. With all files there
     at their sizes it still counts: else a second launch could upload the core again, to another node.
     """
-    if report.index_sha256 != core.primary.index_sha256.hex():
+    if not is_of(report, core):
         return False
     there = {file.path: file.size for file in report.files}
     return report.verified or all(there.get(path) == size for path, size in core.files)
+
+
+def is_of(report: CoreReport, core: Core) -> bool:
+    """Tell whether a cache entry is of exactly this core: the same index, signed by the same publisher.
+
+    An agent that does not name publishers yet is believed; it refuses another's core when it is launched.
+    """
+    same_publisher = report.publisher in (None, core.primary.fingerprint)
+    return same_publisher and report.index_sha256 == core.primary.index_sha256.hex()
 
 
 def _rank_of(report: CoreReport) -> int | None:
@@ -96,7 +109,7 @@ def place_core(
 
 
 def check_name_free(name: str, answers: Sequence[Answer[StatusReply]]) -> None:
-    """Refuse a group name that runs on a candidate node.
+    """Refuse a group name that runs on a node that answered.
 
     Raises:
         BusyError: names the launch and its nodes.
@@ -113,6 +126,64 @@ def check_name_free(name: str, answers: Sequence[Answer[StatusReply]]) -> None:
         raise BusyError(
             f"A group named {name} runs already on {nodes} ({holders[0][1]}). Stop it with `flare orbit stop "
             f"{name}`, or give this one another name with --name."
+        )
+
+
+def has_ready_copy(core: Core, status: StatusReply) -> bool:
+    """Whether a node's cache has the complete core, verified, under the names that a launch asks for."""
+    names = {path for path, _ in core.files}
+    return any(
+        report.name == core.entry
+        and report.verified
+        and is_of(report, core)
+        and names <= {file.path for file in report.files}
+        for report in status.cores
+    )
+
+
+def check_port_free(node: NodeEntry, options: ServingOptions, status: StatusReply) -> None:
+    """Refuse an HTTP port on which a running group of rank zero's node serves.
+
+    Raises:
+        BusyError: names the group.
+    """
+    for group in status.groups:
+        if group.state != RUNNING or group.url is None:
+            continue
+        try:
+            url = urlsplit(group.url)
+            host, port = url.hostname or "", url.port
+        except ValueError:
+            continue  # a node's word, and no address
+        apart = host != options.http_host and not {host, options.http_host} & {*WILDCARDS}
+        if port and port == options.http_port and not apart:
+            raise BusyError(
+                f"The group {group.name} serves on port {port} of {node.name} already ({group.launch}). Give "
+                f"this one another port, such as --port {port + 1 if port < 0xFFFF else 8000}, or stop the "
+                f"other with `flare orbit stop {group.name}`."
+            )
+
+
+def check_memory_limit(core: Core, limit: int | None) -> None:
+    """Refuse a --memory-limit that not even the weights fit into.
+
+    Args:
+        limit: bytes that each rank's engine may take.
+
+    Raises:
+        PlacementError: names the rank and what it holds.
+    """
+    if limit is None:
+        return
+    index = core.primary.index
+    # One process holds all ranks' weights of a single-host core.
+    needs = [sum(index.device_bytes)] if index.layout == SINGLE_HOST else list(index.device_bytes)
+    largest = max(needs)
+    if limit < largest:
+        raise PlacementError(
+            f"--memory-limit allows {limit:,} bytes, but rank {needs.index(largest)} of {core.reference} "
+            f"holds {largest:,} bytes of weights, and its context needs memory besides. Raise the limit, or "
+            "leave it out."
         )
 
 

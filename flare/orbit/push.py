@@ -14,6 +14,7 @@ from typing import Any
 from flare.cores.reference import CoreReference, parse_reference
 from flare.errors import UsageError, VersionError
 from flare.orbit.acceptance import accept_publisher
+from flare.orbit.candidates import is_of
 from flare.orbit.client import Answer, Client, required
 from flare.orbit.fabric import Way, find_way, plan_fabric
 from flare.orbit.orbit_records import NodeEntry, OrbitFile
@@ -247,10 +248,8 @@ def _source(core: Core, nodes: Sequence[NodeEntry], rank: int) -> tuple[NodeEntr
 
 
 def _is_held(core: Core, directory: str, status: StatusReply | None) -> bool:
-    index_sha256 = core.primary.index_sha256.hex()
     return status is not None and any(
-        report.name == directory and report.verified and report.index_sha256 == index_sha256
-        for report in status.cores
+        report.name == directory and report.verified and is_of(report, core) for report in status.cores
     )
 
 

@@ -29,18 +29,30 @@ PUT_TIMEOUT = 300.0  # seconds for the node to make room, and again to put the b
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One file that a node lacks: where it is here, its kind and name in the node's cache, its bytes."""
+    """One file that a node lacks.
+
+    Attributes:
+        path: where it is here.
+        kind, name: in the node's cache.
+        size: bytes.
+        publisher: who signed it, if it is a core's primary: the node may hold another publisher's there.
+    """
 
     path: Path
     kind: str
     name: str
     size: int
+    publisher: str | None = None
 
 
 def core_uploads(core: Core) -> list[Upload]:
     """Return every file of a core on this host."""
     folder = Path(core.path).parent
-    return [Upload(folder / path, "core", f"{core.entry}/{path}", size) for path, size in core.files]
+    signer = {core.primary_name: core.primary.fingerprint}
+    return [
+        Upload(folder / path, "core", f"{core.entry}/{path}", size, signer.get(path))
+        for path, size in core.files
+    ]
 
 
 async def missing_files(client: Client, files: Sequence[Upload], node: NodeEntry) -> list[Upload]:
@@ -48,7 +60,7 @@ async def missing_files(client: Client, files: Sequence[Upload], node: NodeEntry
     missing = []
     async with client.session(node) as session:
         for file in files:
-            reply = await session.request(Have(file.kind, file.name, file.size))
+            reply = await session.request(Have(file.kind, file.name, file.size, publisher=file.publisher))
             if not reply.have:
                 missing.append(file)
     return missing
@@ -127,7 +139,7 @@ class _Sender:
     async def run(self) -> None:
         async with self.gate, self.client.session(self.node) as session:
             ranges = tuple(self.share)
-            request = Put(self.file.kind, self.file.name, self.file.size, ranges)
+            request = Put(self.file.kind, self.file.name, self.file.size, ranges, self.file.publisher)
             reply = await session.request(request, timeout=PUT_TIMEOUT)
             if reply.already:
                 self.progress(self.share.total)

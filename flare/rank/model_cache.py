@@ -154,7 +154,7 @@ def find_entry(root: Path, name: EntryName, index_sha256: bytes, rank: int) -> F
             continue
         lock = FolderLock(folder)
         try:
-            found = _load(folder, marker, index_sha256, rank)
+            found = _load(folder, marker, name.fingerprint, index_sha256, rank)
         except FlareError:
             found = None
         if found is None:
@@ -164,8 +164,8 @@ def find_entry(root: Path, name: EntryName, index_sha256: bytes, rank: int) -> F
     return None
 
 
-def _load(folder: Path, marker: Marker, index_sha256: bytes, rank: int) -> Primary | None:
-    """Return the primary in `folder` if the marker covers what `rank` reads."""
+def _load(folder: Path, marker: Marker, fingerprint: str, index_sha256: bytes, rank: int) -> Primary | None:
+    """Return the publisher's primary in `folder` if the marker covers what `rank` reads."""
     names = [name for name in marker.files if "/" not in name and name.endswith(".safetensors")]
     for name in sorted(names, key=lambda name: name != CACHED_PRIMARY):
         if marker.holds_for(folder, name) is None:
@@ -174,7 +174,7 @@ def _load(folder: Path, marker: Marker, index_sha256: bytes, rank: int) -> Prima
             primary = load_primary(folder / name)
         except FlareError:
             continue
-        if primary.index_sha256 == index_sha256:
+        if primary.index_sha256 == index_sha256 and primary.fingerprint == fingerprint:
             wanted = primary.index.wanted(rank)
             return primary if marker_covers(marker, primary, wanted) else None
     return None
@@ -230,7 +230,7 @@ def mark_verified(
         whole = ranges == Ranges.whole(primary.index.files[number].size)
         files[str(path.relative_to(folder))] = MarkedFile(seen[path], None if whole else ranges.runs)
     with contextlib.suppress(StorageError):
-        write_marker(folder / name, Marker(primary.index_sha256.hex(), files))
+        write_marker(folder / name, Marker(primary.index_sha256.hex(), files, primary.fingerprint))
 
 
 def stamps(primary: Primary, wanted: Mapping[int, Ranges]) -> dict[Path, FileStamp]:
@@ -304,7 +304,7 @@ def publish(
         path = index.files[number].path or CACHED_PRIMARY
         whole = ranges == Ranges.whole(index.files[number].size)
         files[path] = MarkedFile(_seal(folder / path), None if whole else ranges.runs)
-    write_marker(folder / MODEL_MARKER, Marker(primary.index_sha256.hex(), files))
+    write_marker(folder / MODEL_MARKER, Marker(primary.index_sha256.hex(), files, primary.fingerprint))
     for parent in {(folder / path).parent for path in files}:
         fsync_folder(parent)
     _clear(final)

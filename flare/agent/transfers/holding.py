@@ -12,9 +12,10 @@ from pathlib import Path
 
 from flare.agent.cache import Cache, Entry
 from flare.agent.folders import check_file_path
-from flare.agent.inventory import index_of
+from flare.agent.inventory import Signed, signed_at
+from flare.cores.marker import Marker
 from flare.cores.marker import Ranges as Runs
-from flare.errors import BusyError, FlareError, NotFoundError
+from flare.errors import BusyError, ConflictError, FlareError, NotFoundError
 from flare.trust.grants import Package
 from flare_workers.ranges import Ranges
 
@@ -65,16 +66,31 @@ async def find_copy(cache: Cache, package: Package, own_key: bytes) -> Copy | No
     """Return this node's copy of exactly the core that a grant names; None where it holds none.
 
     The complete core's index is read from its primary: one that a controller sent has no marker.
+
+    Raises:
+        ConflictError: the source in place is not the core that the grant names.
+        FlareError: it cannot be read, or is no core any more.
     """
+    wanted = Signed(package.index_sha256, package.publisher)
     source = package.source
     if source is not None and source.public_key == own_key:
         path = Path(source.path)
+        try:
+            found = await signed_at(path)
+        except FlareError as problem:  # where it lies is nobody's business
+            raise type(problem)(problem.message.replace(str(path), path.name)) from None
+        if found != wanted:
+            raise ConflictError(
+                f"{path.name} on this node is not the core that the grant names: its index or publisher "
+                "differs. It was changed since the command read it; run the command again."
+            )
         return Copy(path.parent, path.name)
     complete = Entry(package.export, package.length)
     folder = cache.entry_folder(complete)
     if folder.is_dir():
         with contextlib.suppress(FlareError):
-            if await index_of(folder / package.files[0]) == package.index_sha256:
+            signed = await signed_at(folder / package.files[0])
+            if signed == wanted:
                 return Copy(folder, package.files[0], complete)
     return await asyncio.to_thread(_find_part, cache, package)
 
@@ -85,10 +101,15 @@ def _find_part(cache: Cache, package: Package) -> Copy | None:
             continue
         folder = cache.entry_folder(entry)
         marker = cache.marker(entry)
-        if marker is not None and marker.index_sha256 == package.index_sha256 and marker.holds(folder):
+        if marker is not None and speaks_of(marker, package) and marker.holds(folder):
             part = {path: marked.ranges for path, marked in marker.files.items()}
             return Copy(folder, package.files[0], entry, part)
     return None
+
+
+def speaks_of(marker: Marker, package: Package) -> bool:
+    """Tell whether a marker is about exactly this core, as far as it says."""
+    return marker.index_sha256 == package.index_sha256 and marker.publisher in (None, package.publisher)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from flare.agent.cache import Entry, Place
 from flare.agent.file_requests import worker_failure
 from flare.agent.node import Node
+from flare.agent.transfers.holding import speaks_of
 from flare.agent.transfers.partial import Partial, kept_bytes
 from flare.agent.transfers.plan import Plan, WantedFile, check_primary, make_plan
 from flare.agent.transfers.receiving import Receiver
@@ -79,6 +80,7 @@ class Intake:
         self._markers: list[Marker] = []
         self._lenders: list[tuple[Entry, Marker]] = []
         self._fetched = False
+        self._exchanging = False  # the primary there is another publisher's, over the same index
 
     async def run(self) -> TransferReply:
         """Do it.
@@ -138,15 +140,15 @@ class Intake:
 
     def _read_markers(self) -> None:
         """Read what this and other directories say of exactly this core."""
-        entry, index = self._order.entry, self._order.package.index_sha256
+        entry, package = self._order.entry, self._order.package
         found = (read_marker(self._folder / name) for name in (AGENT_MARKER, PART_MARKER))
-        own = [marker for marker in found if marker is not None and marker.index_sha256 == index]
+        own = [marker for marker in found if marker is not None and speaks_of(marker, package)]
         for other in self._cache.entries():
             if other != entry and (other.export, other.length) == (entry.export, entry.length):
                 marker = self._cache.marker(other)
-                if marker is not None and marker.index_sha256 == index:
+                if marker is not None and speaks_of(marker, package):
                     self._lenders.append((other, marker))
-        self._markers = [*own, Marker(index, self._borrowed)]
+        self._markers = [*own, Marker(package.index_sha256, self._borrowed)]
 
     def _place(self, path: str) -> Place:
         return self._cache.place("core", f"{self._order.entry}/{path}")
@@ -177,12 +179,19 @@ class Intake:
             raise self._conflict(name)
         try:
             primary = await load_primary_isolated(path)
-            check_primary(primary, package, f"What {self._order.entry} holds on this node")
-            return None, primary, await in_thread(primary.digests)
+            table = await in_thread(primary.digests)
         except (CoreError, TrustError, IntegrityError) as problem:
             raise IntegrityError(
                 f"The core in this node's cache is damaged and was removed: {problem.message} Push it again."
             ) from None
+        if primary.fingerprint != package.publisher and primary.index_sha256.hex() == package.index_sha256:
+            # The same model, signed by somebody else: only the primary's bytes differ.
+            self._cache.check_idle(self._order.entry, own_pins=1)
+            self._exchanging = True
+            return await self._fetch_primary()
+        # Another core is refused and left alone, whatever it is.
+        check_primary(primary, package, f"What {self._order.entry} holds on this node")
+        return None, primary, table
 
     async def _fetch_primary(self) -> tuple[Partial, Primary, bytes]:
         package, receiver = self._order.package, self._receiver
@@ -378,7 +387,10 @@ class Intake:
 
     def _publish(self, file: WantedFile, partial: Partial, tops_up: bool) -> None:
         place = self._place(file.path)
-        if tops_up:
+        exchanges = self._exchanging and file.path == self._order.package.files[0]
+        if exchanges:
+            self._cache.check_idle(self._order.entry, own_pins=1)
+        if tops_up or exchanges:
             self._cache.replace(partial.location, place)
         else:
             self._cache.begin_writing(place)
@@ -392,14 +404,15 @@ class Intake:
         name = AGENT_MARKER if plan.complete else PART_MARKER
         wanted = {file.path for file in plan.files}
         there = read_marker(self._folder / name)
-        index = self._order.package.index_sha256
-        if there is not None and there.index_sha256 == index:
+        package = self._order.package
+        if there is not None and speaks_of(there, package):
             same = all(there.files.get(path) == self._marks[path] for path in wanted)
             if same and not self._fetched:
                 return
             marks = {path: mark for path, mark in there.files.items() if there.holds_for(self._folder, path)}
             self._marks = {**marks, **self._marks}
-        self._cache.mark(self._order.entry, Marker(index, self._marks), name)
+        marker = Marker(package.index_sha256, self._marks, package.publisher)
+        self._cache.mark(self._order.entry, marker, name)
 
     def _forget_partials(self) -> None:
         shutil.rmtree(self._cache.resuming / str(self._order.entry), ignore_errors=True)

@@ -17,6 +17,7 @@ from flare.wire.messages.base import (
     Ranges,
     Request,
     present,
+    read_digest,
     read_ranges,
     write_ranges,
 )
@@ -158,6 +159,7 @@ class Have(Request[HaveReply]):
         name: the entry's name in the cache.
         size: bytes.
         grant: what allows a node to ask; None from a controller.
+        publisher: fingerprint of the one who must have signed a core's primary; None: whoever did.
     """
 
     TAG: ClassVar[Tag] = Tag.HAVE
@@ -167,11 +169,20 @@ class Have(Request[HaveReply]):
     name: str
     size: int
     grant: SignedRecord | None = None
+    publisher: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
         grant = None if self.grant is None else self.grant.to_json()
-        return present({"kind": self.kind, "name": self.name, "size": self.size, "grant": grant})
+        return present(
+            {
+                "kind": self.kind,
+                "name": self.name,
+                "size": self.size,
+                "grant": grant,
+                "publisher": self.publisher,
+            }
+        )
 
     @classmethod
     def parse(cls, reader: Reader) -> Have:
@@ -182,6 +193,7 @@ class Have(Request[HaveReply]):
             name=reader.text("name", limit=MAX_PATH),
             size=reader.count("size"),
             grant=None if grant is None else SignedRecord.from_json(grant, "HAVE, grant"),
+            publisher=read_digest(reader, "publisher", optional=True),
         )
 
 
@@ -226,6 +238,8 @@ class Put(Request[PutReply]):
         name: the entry's name in the cache.
         size: the whole file's size in bytes.
         ranges: which of its bytes follow; None: all.
+        publisher: fingerprint of the one who signed a core's primary. With it the file takes the place of
+            one with the same index that another publisher signed, or of a damaged one.
     """
 
     TAG: ClassVar[Tag] = Tag.PUT
@@ -235,11 +249,20 @@ class Put(Request[PutReply]):
     name: str
     size: int
     ranges: Ranges | None = None
+    publisher: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
         ranges = None if self.ranges is None else write_ranges(self.ranges)
-        return present({"kind": self.kind, "name": self.name, "size": self.size, "ranges": ranges})
+        return present(
+            {
+                "kind": self.kind,
+                "name": self.name,
+                "size": self.size,
+                "ranges": ranges,
+                "publisher": self.publisher,
+            }
+        )
 
     @classmethod
     def parse(cls, reader: Reader) -> Put:
@@ -249,6 +272,7 @@ class Put(Request[PutReply]):
             name=reader.text("name", limit=MAX_PATH),
             size=reader.count("size"),
             ranges=read_ranges(reader, "ranges", optional=True),
+            publisher=read_digest(reader, "publisher", optional=True),
         )
 
 

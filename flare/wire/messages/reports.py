@@ -178,6 +178,7 @@ class CoreReport:
         files: what lies there.
         verified: the stored data was checked against the signed index.
         bytes: on disk, all files together.
+        publisher: fingerprint of the one who signed the primary; None where it is not known.
     """
 
     name: str
@@ -186,6 +187,7 @@ class CoreReport:
     files: tuple[CachedFile, ...]
     verified: bool
     bytes: int
+    publisher: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
@@ -197,6 +199,7 @@ class CoreReport:
                 "files": [file.to_json() for file in self.files],
                 "verified": self.verified,
                 "bytes": self.bytes,
+                "publisher": self.publisher,
             }
         )
 
@@ -212,6 +215,7 @@ class CoreReport:
             files=reader.list_of("files", CachedFile.parse, limit=MAX_FILES),
             verified=reader.flag("verified"),
             bytes=reader.count("bytes"),
+            publisher=read_digest(reader, "publisher", optional=True),
         )
 
 
