@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Final
 
-from flare.engine_arguments import check_engine_arguments
+from flare.engines.arguments import check_engine_arguments
 from flare.errors import UsageError
 from flare.printable import printable
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare.engine_arguments import RESERVED_ARGUMENTS, SAFE_ARGUMENTS, check_engine_arguments, gives
+from flare.engines.arguments import RESERVED_ARGUMENTS, SAFE_ARGUMENTS, check_engine_arguments, gives
 from flare.errors import UsageError
 from flare.serving_options import (
     FLAGS,

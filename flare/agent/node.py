@@ -16,7 +16,7 @@ from flare.agent.pairing import Pairing
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
 from flare.agent.transfers.running import Transfers
-from flare.engine_install import installed_engines
+from flare.engines.discovery import installed_engines
 from flare.identity import Identity
 from flare.paths import Paths
 from flare.settings import Settings

@@ -21,7 +21,7 @@ def engine() -> None:
 def list_engines(as_json: bool) -> None:
     """List the engines that this node can serve with."""
     from flare.cli.output import note, print_json, table
-    from flare.engine_install import BINARIES, HOW_TO_GET, find_engine
+    from flare.engines.discovery import BINARIES, HOW_TO_GET, find_engine
     from flare.errors import ConfigError, EngineError
     from flare.paths import Paths
     from flare.settings import Settings
@@ -80,8 +80,8 @@ def install(
     counts as installed.
     """
     from flare.cli.output import human_duration, note, say
-    from flare.engine_fetch import install_llama_cpp
-    from flare.engine_install import BINARIES
+    from flare.engines.discovery import BINARIES
+    from flare.engines.install import install_llama_cpp
     from flare.errors import NotFoundError
     from flare.paths import Paths
 

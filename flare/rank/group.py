@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from flare.cores.primary import Primary
-from flare.engine_install import EngineInstall
+from flare.engines.discovery import EngineInstall
 from flare.errors import FlareError, RemoteProtocolError, UnreachableError
 from flare.rank.bootstrap import Offer, send_metadata
 from flare.rank.capacity import Agreement

@@ -17,7 +17,7 @@ from typing import Any, Final
 from flare.cores.index import CoreIndex
 from flare.cores.primary import AcceptedPublishers, Primary
 from flare.cores.verify import verify_core
-from flare.engine_install import EngineInstall
+from flare.engines.discovery import EngineInstall
 from flare.errors import EngineError, FlareError, IntegrityError
 from flare.paths import Paths
 from flare.rank.engines.base import EngineAdapter

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from flare.engine_install import EngineInstall, find_engine, installed_engines
+from flare.engines.discovery import EngineInstall, find_engine, installed_engines
 from flare.errors import EngineError, FlareError, RankError, RemoteProtocolError, UnreachableError
 from flare.printable import printable
 from flare.rank.bootstrap import MAX_METADATA, Offer, obtain

@@ -12,7 +12,7 @@ from typing import Final
 import aiohttp
 
 from flare.cores.primary import Primary, check_trust, load_primary
-from flare.engine_install import EngineInstall, find_engine
+from flare.engines.discovery import EngineInstall, find_engine
 from flare.errors import CoreError, EngineError, FlareError, RankError, UsageError
 from flare.rank.capacity import Agreement, agree, device_capacity
 from flare.rank.engine_process import EngineProcess, engine_environment, program_name

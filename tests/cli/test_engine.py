@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flare import engine_fetch
 from flare.cli import engine
-from flare.engine_install import EngineInstall
+from flare.engines import install as installing
+from flare.engines.discovery import EngineInstall
 from flare.errors import EngineError
 from tests.cli.calling import call, live_in
 
@@ -71,7 +71,7 @@ def test_installing_passes_the_options_on_and_tells_the_progress(
             options["step"](done, 40)
         return EngineInstall("llama.cpp", "b9", "installed", tmp_path, (tmp_path, tmp_path))
 
-    monkeypatch.setattr(engine_fetch, "install_llama_cpp", pretend)
+    monkeypatch.setattr(installing, "install_llama_cpp", pretend)
     code, out, err = call(
         capsys, "engine", "install", "llama.cpp", "--from-source", "--cuda",
         "--from", str(tmp_path), "--probe-model", str(model),
@@ -93,6 +93,6 @@ def test_what_cannot_be_installed_is_named(
     def refuse(*_: object, **__: object) -> None:
         raise EngineError("it died \x1b[2J")
 
-    monkeypatch.setattr(engine_fetch, "install_llama_cpp", refuse)
+    monkeypatch.setattr(installing, "install_llama_cpp", refuse)
     code, _, err = call(capsys, "engine", "install", "llama.cpp")
     assert (code, err) == (8, "flare: error: it died \\x1b[2J\n")

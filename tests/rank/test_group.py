@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flare.cores.primary import load_primary
-from flare.engine_install import EngineInstall
+from flare.engines.discovery import EngineInstall
 from flare.errors import RankError, RemoteProtocolError
 from flare.rank import group as module
 from flare.rank.capacity import Agreement

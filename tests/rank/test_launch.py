@@ -11,7 +11,7 @@ import pytest
 
 from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile, Marker, write_marker
 from flare.cores.primary import Primary, load_primary
-from flare.engine_install import EngineInstall
+from flare.engines.discovery import EngineInstall
 from flare.errors import CoreError, EngineError, IntegrityError, RankError
 from flare.paths import Paths
 from flare.rank import launch

@@ -200,7 +200,7 @@ def test_a_rank_zero_that_is_silent_is_not_waited_for(
 def test_an_engine_that_is_not_supported_or_of_another_build_is_refused_first(
     tmp_path: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flare.engine_install.EXTERNAL_VERSION", "b8")
+    monkeypatch.setattr("flare.engines.discovery.EXTERNAL_VERSION", "b8")
 
     async def work() -> None:
         async with started(tmp_path, welcome=changes) as lab:

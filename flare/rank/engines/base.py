@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flare.cores.primary import Primary
-from flare.engine_install import EngineInstall
+from flare.engines.discovery import EngineInstall
 from flare.rank.capacity import Agreement, CacheNeeds
 from flare.serving_options import ServingOptions
 

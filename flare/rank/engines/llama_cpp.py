@@ -14,7 +14,7 @@ from typing import Final
 from flare.cores.gguf import GgufHead, read_head
 from flare.cores.index import model_file
 from flare.cores.primary import Primary
-from flare.engine_arguments import gives
+from flare.engines.arguments import gives
 from flare.errors import EngineError
 from flare.rank.capacity import CacheNeeds
 from flare.rank.engines.base import EngineMetrics, RankContext

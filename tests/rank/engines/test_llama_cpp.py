@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flare.cores.primary import Primary, load_primary
-from flare.engine_install import EngineInstall
+from flare.engines.discovery import EngineInstall
 from flare.errors import CoreError, EngineError
 from flare.rank.capacity import Agreement
 from flare.rank.engines.base import EngineMetrics, RankContext

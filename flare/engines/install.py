@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from flare.engine_install import BINARIES, RECORD_NAME, EngineInstall, engine_folder, recorded_engine
-from flare.engine_probe import probe_llama_cpp
+from flare.engines.discovery import BINARIES, RECORD_NAME, EngineInstall, engine_folder, recorded_engine
+from flare.engines.probe import probe_llama_cpp
 from flare.errors import BusyError, EngineError, IntegrityError, StorageError, UnsupportedError
 from flare.files import describe_os_error, ensure_private_folder, write_atomic
 from flare.paths import Paths

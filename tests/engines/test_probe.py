@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flare import engine_probe
 from flare.cores.gguf import read_head
-from flare.engine_install import EngineInstall
-from flare.engine_probe import probe_llama_cpp, write_tiny_model
+from flare.engines import probe as probing
+from flare.engines.discovery import EngineInstall
+from flare.engines.probe import probe_llama_cpp, write_tiny_model
 from flare.errors import EngineError
 
 # Answers --version, /health and /completion as llama-server does, and listens as ggml-rpc-server does.
@@ -78,17 +78,17 @@ def test_a_peer_that_dies_is_named(tmp_path: Path) -> None:
 
 
 def test_what_never_becomes_ready_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_probe, "START_LIMIT", 0.3)
+    monkeypatch.setattr(probing, "START_LIMIT", 0.3)
     with pytest.raises(EngineError, match="was not ready within"):
         probe_llama_cpp(install(tmp_path, version_then("exec sleep 60")))
-    monkeypatch.setattr(engine_probe, "START_LIMIT", 2.0)
+    monkeypatch.setattr(probing, "START_LIMIT", 2.0)
     with pytest.raises(EngineError, match="peer did not listen within"):
         probe_llama_cpp(install(tmp_path, GOOD.replace("STATUS", "200"), "#!/bin/sh\nexec sleep 60\n"))
 
 
 def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_probe, "START_LIMIT", 0.3)
-    monkeypatch.setattr(engine_probe, "STOP_LIMIT", 0.2)
+    monkeypatch.setattr(probing, "START_LIMIT", 0.3)
+    monkeypatch.setattr(probing, "STOP_LIMIT", 0.2)
     marker = tmp_path / "pid"
     with pytest.raises(EngineError):
         probe_llama_cpp(install(tmp_path, version_then(f"trap '' TERM; echo $$ > {marker}; sleep 60")))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flare.engine_install import find_engine, installed_engines
+from flare.engines.discovery import find_engine, installed_engines
 from flare.errors import ConfigError, EngineError
 from flare.paths import Paths
 from flare.settings import Settings

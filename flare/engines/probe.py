@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from flare.engine_install import EngineInstall
+from flare.engines.discovery import EngineInstall
 from flare.errors import EngineError
 from flare.printable import printable
 
