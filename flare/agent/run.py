@@ -25,6 +25,7 @@ MAX_REASON = 1024  # characters of a reason that are kept: STATUS carries it for
 SECOND_TERMINATE_AFTER = 2.2  # seconds: a rank takes a second SIGTERM seriously after two
 FIRST_PHASE_WITHIN = 5.0  # seconds for a rank to begin, and so to take SIGTERM for a wish and not for its end
 KILL_AFTER = 10.0  # seconds from the second SIGTERM of a hurried stop to SIGKILL
+KEEPER_LIMIT = 5.0  # seconds for a keeper to obey a kill; one that is stopped or hangs is killed itself
 START_TIMEOUT = 20.0  # seconds for the keeper to fork; milliseconds unless the machine is drowning
 SWEEP_INTERVAL = 0.05  # seconds between two looks for orphans of a killed keeper
 
@@ -264,6 +265,13 @@ class Run:
     def kill(self) -> None:
         """End every process of it at once."""
         self._send(keeper.KILL)
+        if self.running:
+            asyncio.get_running_loop().call_later(KEEPER_LIMIT, self._kill_keeper)
+
+    def _kill_keeper(self) -> None:
+        """Kill a keeper that did not obey: the kernel takes the rank along, and the rest is swept."""
+        if self.running and self._keeper is not None:
+            self._keeper.kill()
 
     def _send(self, order: bytes) -> None:
         if self._control is not None:

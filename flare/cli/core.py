@@ -16,7 +16,7 @@ def core() -> None:
 
 
 @core.command()
-@click.argument("path", metavar="CORE", type=click.Path())
+@click.argument("path", metavar="CORE", type=click.Path(readable=False))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(path: str, as_json: bool) -> None:
     """Print what a core is, who signed it, and what each rank needs. Digests nothing."""
@@ -64,7 +64,7 @@ def show(path: str, as_json: bool) -> None:
 
 
 @core.command()
-@click.argument("path", metavar="CORE", type=click.Path())
+@click.argument("path", metavar="CORE", type=click.Path(readable=False))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(path: str, as_json: bool) -> None:
     """Digest all of a core's stored data against its signed index."""

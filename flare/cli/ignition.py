@@ -11,8 +11,15 @@ def ignition() -> None:
 
 
 @ignition.command()
-@click.argument("source", type=click.Path())
-@click.option("-o", "--output", "folder", required=True, type=click.Path(), help="The folder for the core.")
+@click.argument("source", type=click.Path(readable=False))
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    required=True,
+    type=click.Path(readable=False),
+    help="The folder for the core.",
+)
 @click.option(
     "--revision", required=True, metavar="REVISION", help="The hardware it is for: gb10, gb202, gb300 or cpu."
 )
@@ -54,6 +61,7 @@ def export(
     from typing import cast
 
     from flare.cli.output import human_bytes, print_json, progress, say
+    from flare.cli.signals import ending_cleanly
     from flare.cores.export import export_core
     from flare.cores.index import Layout
     from flare.cores.primary import load_primary
@@ -61,7 +69,7 @@ def export(
     from flare.paths import Paths
 
     signer_name, signer = load_publisher(Paths.from_environment(), publisher_name)
-    with progress() as add:
+    with ending_cleanly(), progress() as add:
         path = export_core(
             Path(source),
             Path(folder),

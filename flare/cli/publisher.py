@@ -50,7 +50,9 @@ def show(name: str | None, as_json: bool) -> None:
 
 
 @publisher.command()
-@click.argument("profile", required=False, type=click.Path(dir_okay=False, allow_dash=True), default="-")
+@click.argument(
+    "profile", required=False, type=click.Path(dir_okay=False, readable=False, allow_dash=True), default="-"
+)
 @click.option("--fingerprint", "expected", metavar="HEX", help="Accept only the key with this fingerprint.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def accept(profile: str, expected: str | None, yes: bool) -> None:

@@ -7,15 +7,17 @@ import time
 from collections.abc import Sequence
 
 from flare.errors import FlareError, NotFoundError, UnreachableError
-from flare.orbit.client import Client
+from flare.orbit.client import Answer, Client
 from flare.orbit.follow import describe_exit
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.runs import RUNNING
 from flare.session import Session
-from flare.wire.messages import Exit, Status, Stop
+from flare.wire.messages import Exit, Status, StatusReply, Stop
 
 PEER_GRACE = 30.0  # seconds; the specification's time for peers to leave with rank zero
 PEER_POLL = 0.5  # seconds between looks at peers that are about to leave
+BEFORE_THE_MEETING = ("", "resolving", "rendezvous")  # phases of a peer that rank zero has not met
+UNKNOWN = "unknown"  # the phase of a peer whose node does not answer
 NOTE_EVERY = 10.0  # seconds between remarks while rank zero drains
 
 
@@ -48,6 +50,8 @@ async def stop_group(
         await stopper.stop(rank, node)
     if peers and not now and not stopper.problems:
         peers = await stopper.left_behind(peers, peer_grace if zero else 0.0)
+        # Requests live at rank zero: once it has ended, a peer that stays has nothing to finish.
+        stopper.now = bool(zero)
     await asyncio.gather(*(stopper.stop(rank, node) for rank, node in peers))
     if stopper.problems:
         raise UnreachableError(
@@ -101,25 +105,33 @@ class _Stopper:
             waiting.cancel()
         return message
 
+    def _phase(self, rank: int, answer: Answer[StatusReply]) -> str | None:
+        """What the peer does now; None when it has left, empty when it does not say."""
+        if answer.reply is None:
+            return UNKNOWN
+        for group in answer.reply.groups:
+            if group.launch == self.launch and group.rank == rank and group.state == RUNNING:
+                return group.phase or ""
+        return None
+
     async def left_behind(
         self, peers: list[tuple[int, NodeEntry]], grace: float
     ) -> list[tuple[int, NodeEntry]]:
-        """Wait until the peers have left; return those that are still there after `grace` seconds."""
+        """Wait until the peers have left; return those that are still there after `grace` seconds.
+
+        Peers that rank zero never met cannot notice its end, so they are not waited for.
+        """
         deadline = time.monotonic() + grace
         told = False
         while True:
             nodes = [node for _, node in peers]
             answers = await self.client.ask_all(nodes, Status())
-            peers = [
-                (rank, node)
+            phases = {
+                (rank, node): self._phase(rank, answer)
                 for (rank, node), answer in zip(peers, answers, strict=True)
-                if answer.reply is None
-                or any(
-                    group.launch == self.launch and group.rank == rank and group.state == RUNNING
-                    for group in answer.reply.groups
-                )
-            ]
-            if not peers or time.monotonic() >= deadline:
+            }
+            peers = [peer for peer, phase in phases.items() if phase is not None]
+            if all(phases[peer] in BEFORE_THE_MEETING for peer in peers) or time.monotonic() >= deadline:
                 return peers
             if not told:
                 where = ", ".join(f"rank {rank} on {node.name}" for rank, node in peers)

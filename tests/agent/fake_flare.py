@@ -41,16 +41,17 @@ def main() -> None:
         time.sleep(float(behaviours["late"]))
     if "report" in behaviours:
         Path(behaviours["report"]).write_text(str(os.getpid()))
-    status.write(json.dumps({"phase": "loading", "reason": None}) + "\n")
-    status.write("this is no JSON\n")
-    status.write(json.dumps({"phase": "serving", "url": "http://127.0.0.1:1"}) + "\n")
 
     def drain(*_: object) -> None:
         print("draining", flush=True)
         if "stubborn" not in behaviours:
             sys.exit(int(behaviours.get("status") or 0))
 
-    signal.signal(signal.SIGTERM, drain)
+    signal.signal(signal.SIGTERM, drain)  # before the first phase, as a real rank
+    status.write(json.dumps({"phase": "loading", "reason": None}) + "\n")
+    status.write("this is no JSON\n")
+    status.write(json.dumps({"phase": "serving", "url": "http://127.0.0.1:1"}) + "\n")
+
     if "engine" in behaviours:
         engine = subprocess.Popen(["sleep", "600"], start_new_session=True)
         Path(behaviours["engine"]).write_text(str(engine.pid))

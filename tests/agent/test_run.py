@@ -67,6 +67,26 @@ def test_a_rank_that_never_begins_is_ended_all_the_same(monkeypatch: pytest.Monk
     assert drive(terminated_at_once, "late:15").signal == signal.SIGTERM
 
 
+def test_a_keeper_that_hangs_does_not_keep_its_rank_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flare.system import become_subreaper
+
+    become_subreaper()
+    monkeypatch.setattr("flare.agent.run.KEEPER_LIMIT", 0.2)
+
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await said(run, "ready")
+        assert run._keeper is not None
+        os.kill(run._keeper.pid, signal.SIGSTOP)
+        run.kill()
+        await asyncio.wait_for(run.gone.wait(), 10)
+
+    run = drive(scenario)
+    assert (run.state, run.reason) == ("failed", "its keeper was killed")
+    assert run.pid is not None
+    assert not alive(run.pid)
+
+
 async def said(run: Run, text: str) -> None:
     async for line in run.output.follow():
         if text in line.text:

@@ -47,7 +47,7 @@ def test_show_as_json(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_show_tells_of_code_and_escapes_what_it_prints(capsys: Capture, tmp_path: Path) -> None:
-    path = write_core(tmp_path, {"model/a.py": b"x", "model/b": b"y"}, model="evil\x1b[2J")
+    path = write_core(tmp_path / "evil\x1b[2J", {"model/a.py": b"x", "model/b": b"y"})
     code, out, _ = call(capsys, "core", "show", str(path))
     assert code == 0
     assert "1 file(s) that can run code when loaded, first model/a.py" in out
@@ -74,3 +74,17 @@ def test_no_core(capsys: Capture, tmp_path: Path, command: str) -> None:
     code, _, err = call(capsys, "core", command, str(tmp_path / "none"))
     assert code == 11
     assert "There is no core at" in err
+
+
+@pytest.mark.parametrize(
+    "words", [("core", "show"), ("core", "verify"), ("ignition", "export", "--revision", "cpu", "-o", "out")]
+)
+def test_a_file_that_cannot_be_read_is_no_fault_of_the_words(
+    words: tuple[str, ...], capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "closed.safetensors"
+    path.write_bytes(b"")
+    monkeypatch.setattr("os.access", lambda *_words, **_more: False)
+    code, _, err = call(capsys, *words, str(path))
+    assert code not in (0, 2)
+    assert "Usage:" not in err

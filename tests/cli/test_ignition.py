@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,20 @@ def test_every_option(capsys: Capture, tmp_path: Path, publisher: Identity) -> N
 def test_refusals(capsys: Capture, tmp_path: Path, more: list[str], code: int, message: str) -> None:
     found, _, err = export(capsys, gguf(tmp_path / "Tiny.gguf"), tmp_path / "core", *more)
     assert (found, message in err) == (code, True), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_export_that_is_told_to_end_leaves_nothing(
+    number: signal.Signals, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(capsys, "publisher", "create", "acme")[0] == 0
+    source = gguf(tmp_path / "Tiny.gguf")
+    monkeypatch.setattr(
+        "flare.cores.export.verify_core", lambda *_words, **_more: os.kill(os.getpid(), number)
+    )
+    code, _, err = call(
+        capsys, "ignition", "export", str(source), "-o", str(tmp_path / "core"), "--revision", "cpu"
+    )
+    assert (code, err) == (128 + number, "")
+    assert not (tmp_path / "core").exists()
+    assert signal.getsignal(number) is signal.SIG_DFL

@@ -268,7 +268,7 @@ def test_peers_are_asked_only_when_they_stay(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with fake_node({}) as node:
             pass
-        stays = status_of(node, groups=(group_report("glm-1", rank=1, ranks=2),))
+        stays = status_of(node, groups=(group_report("glm-1", rank=1, ranks=2, phase="serving"),))
         gone = status_of(node)
         asked: list[str] = []
 
@@ -289,6 +289,30 @@ def test_peers_are_asked_only_when_they_stay(tmp_path: Path) -> None:
                 await stop_group(client, "glm", "glm-1", [(0, zero), (1, peer)], peer_grace=0.2)
                 assert asked == expected
                 assert any("waiting up to" in note for note in reporter.notes) == (len(expected) == 2)
+
+    run(scenario())
+
+
+def test_a_peer_that_never_met_rank_zero_is_told_at_once_and_has_nothing_to_finish(tmp_path: Path) -> None:
+    asked: list[Message] = []
+
+    async def stopped(session: Session, request: Message) -> None:
+        asked.append(request)
+        await session.send(StopReply())
+        await session.send(Exit(status=0))
+
+    async def scenario() -> None:
+        async with fake_node({}) as node:
+            pass
+        waits = group_report("glm-1", rank=1, ranks=2, phase="rendezvous")
+        reply = status_of(node, groups=(waits,))
+        zero_node = fake_node({Stop: stopped})
+        peer_node = fake_node({Stop: stopped, Status: say(reply)}, name="hertz")
+        async with zero_node as zero, peer_node as peer:
+            client, reporter = client_of(tmp_path, [zero, peer])
+            await stop_group(client, "glm", "glm-1", [(0, zero), (1, peer)], peer_grace=1000)
+            assert asked == [Stop(group="glm-1"), Stop(group="glm-1", now=True)]
+            assert not any("waiting up to" in note for note in reporter.notes)
 
     run(scenario())
 
