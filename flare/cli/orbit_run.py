@@ -128,7 +128,7 @@ async def _run(
     from flare.orbit.launch import plan_launch, report_plan, save_definition
 
     client = Client(controller)
-    plan = await plan_launch(client, request)
+    plan = await plan_launch(client, request, dry_run=dry_run)
     report_plan(client, plan)
     if dry_run:
         return plan.to_json()

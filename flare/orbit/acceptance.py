@@ -1,4 +1,4 @@
-"""Accepting the publisher of a core: once, by a person who saw the fingerprint."""
+"""Accepting the publisher of a core: once, by a person who saw the fingerprint, or as the operator's own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flare.cores.publisher_keys import accept_publisher as store_accepted
-from flare.cores.publisher_keys import load_trust_store
-from flare.errors import ConfigError, TrustError
+from flare.cores.publisher_keys import load_publisher, load_trust_store, publisher_names
+from flare.errors import ConfigError, FlareError, TrustError
 from flare.files import read_bounded
 from flare.orbit.controller import Controller
 from flare.orbit.resolve import Core
+from flare.paths import Paths
 from flare.trust.publishers import MAX_PROFILE, PublisherProfile
 
 
@@ -24,7 +25,8 @@ def accept_publisher(
 ) -> PublisherProfile:
     """Return the profile of the core's publisher, which must be accepted here.
 
-    An unknown publisher is shown with its fingerprint and asked about on a terminal; without one it has to be
+    A publisher whose private key lies in this account is the operator's own, and accepted without a question.
+    Another unknown one is shown with its fingerprint and asked about on a terminal; without one it has to be
     named by `accepted`. What was accepted is kept in the trust store.
 
     Args:
@@ -37,16 +39,18 @@ def accept_publisher(
         ConfigError: the trust store or a profile is damaged.
     """
     fingerprint = core.primary.fingerprint
-    store = load_trust_store(controller.paths, trust_store)
-    for known in (*store.publishers, *(read_profile(file) for file in profiles)):
-        if known.fingerprint == fingerprint:
-            return known
+    known, own = _known(controller, fingerprint, trust_store, profiles)
+    if known is not None:
+        if own and store_accepted(controller.paths, known, trust_store):
+            keys = controller.paths.publisher_keys
+            controller.reporter.note(f"Accepted your own publisher {known.name}: its key lies in {keys}.")
+        return known
     if accepted is not None and accepted.lower() != fingerprint:
         raise TrustError(
             f"--accept-publisher names {accepted[:64]}, but the core is signed by {fingerprint}. Nothing was "
             "accepted."
         )
-    profile = PublisherProfile(f"publisher-{fingerprint[:12]}", core.primary.publisher)
+    profile = _unnamed(core)
     if accepted is None:
         question = (
             f"The core {core.reference} is signed by a publisher that is not accepted here.\n"
@@ -67,6 +71,56 @@ def accept_publisher(
     kept = trust_store or controller.paths.trust_store
     controller.reporter.note(f"Accepted the publisher {fingerprint} (kept in {kept}).")
     return profile
+
+
+def preview_publisher(
+    controller: Controller, core: Core, *, trust_store: Path | None, profiles: Sequence[Path] = ()
+) -> tuple[PublisherProfile, bool]:
+    """Look at the core's publisher for a dry run: nobody is asked, and nothing is recorded.
+
+    Returns:
+        Its profile, and whether a run takes it without a question; if not, that was told.
+
+    Raises:
+        ConfigError: as `accept_publisher`.
+    """
+    fingerprint = core.primary.fingerprint
+    known, _ = _known(controller, fingerprint, trust_store, profiles)
+    if known is not None:
+        return known, True
+    controller.reporter.note(
+        f"The publisher of {core.reference} is not accepted here yet: a run shows its fingerprint and asks, "
+        f"or takes\n  --accept-publisher {fingerprint}"
+    )
+    return _unnamed(core), False
+
+
+def _known(
+    controller: Controller, fingerprint: str, trust_store: Path | None, profiles: Sequence[Path]
+) -> tuple[PublisherProfile | None, bool]:
+    """Find the publisher under its own name where that is known; tell whether its key lies here."""
+    for profile in map(read_profile, profiles):
+        if profile.fingerprint == fingerprint:
+            return profile, False
+    store = load_trust_store(controller.paths, trust_store)
+    own = _own_publisher(controller.paths, fingerprint)
+    return own or store.find(fingerprint), own is not None
+
+
+def _own_publisher(paths: Paths, fingerprint: str) -> PublisherProfile | None:
+    for name in publisher_names(paths):
+        try:
+            _, identity = load_publisher(paths, name)
+        except FlareError:
+            continue  # damaged, or open to others: then it says nothing about who signed
+        if identity.fingerprint == fingerprint:
+            return PublisherProfile(name, identity.public_key)
+    return None
+
+
+def _unnamed(core: Core) -> PublisherProfile:
+    """A profile for a publisher of whom nothing but the key is known."""
+    return PublisherProfile(f"publisher-{core.primary.fingerprint[:12]}", core.primary.publisher)
 
 
 def read_profile(path: Path) -> PublisherProfile:

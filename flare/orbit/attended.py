@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flare.errors import FlareError
-from flare.orbit.client import Client
-from flare.orbit.follow import follow, raise_for_failures
+from flare.errors import FlareError, RankError
+from flare.orbit.client import WATCHED_TIMEOUT, Client
+from flare.orbit.follow import describe_end, follow, raise_for_failures
 from flare.orbit.launch import Group, Plan, launch
 from flare.orbit.stopping import PEER_GRACE, stop_group
+from flare.wire.messages import Status
 from flare_workers.spawner import SpawnerHandle
+
+START_SECONDS = 2.0  # how long --detach looks whether rank zero fails at once
+START_POLL = 0.1  # seconds between looks
+FIRST_PHASE = "resolving"  # rank zero opens the core and binds its HTTP port in it
+FAILED = "failed"  # as a phase and as a state
 
 
 class OperatorLeftError(Exception):
@@ -26,7 +33,7 @@ async def run_attended(client: Client, plan: Plan, spawner: SpawnerHandle | None
     Ctrl-C while it is launched takes the launch back; later it stops the group; a second one leaves at once.
 
     Args:
-        detach: return once the ranks run.
+        detach: return once the ranks run and rank zero did not fail at once.
 
     Returns:
         The group as it was started.
@@ -40,6 +47,8 @@ async def run_attended(client: Client, plan: Plan, spawner: SpawnerHandle | None
     # One pair of handlers for all of it: a Ctrl-C between two steps must not leave ranks behind unsaid.
     with _interrupts(first, second):
         group = await _launched(client, plan, spawner, first, second)
+        if detach and not first.is_set():
+            await check_started(client, group)
         report_started(client, plan, group)
         if detach and not first.is_set():
             for stream in group.streams:
@@ -76,6 +85,39 @@ async def _launched(
     finally:
         for task in (launching, waiting, leaving):
             task.cancel()
+
+
+async def check_started(client: Client, group: Group) -> None:
+    """Look for a moment whether rank zero fails at once, as it does when its HTTP port is taken.
+
+    Returns when it has gone on to work on the core, or START_SECONDS after it began.
+
+    Raises:
+        RankError: it failed; has its reason.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    zero = group.streams[0]
+    while True:
+        try:
+            _, status = await client.ask(zero.node, Status(), connect_timeout=WATCHED_TIMEOUT)
+        except FlareError:
+            return  # it runs; `flare orbit ls` tells more when its node answers again
+        report = next(
+            (each for each in status.groups if each.launch == group.launch and each.rank == zero.rank), None
+        )
+        over = time.monotonic() >= deadline
+        if report is None:
+            return
+        if report.state == FAILED or (report.phase == FAILED and over):
+            end = describe_end(report.status, report.signal, report.reason) or f"failed: {report.reason}"
+            raise RankError(
+                f"The group {group.name} ended as soon as it was started: rank {zero.rank} on "
+                f"{zero.node.name} {end}\n`flare orbit attach {group.name}` shows its output; "
+                f"`flare orbit rm {group.name}` clears it."
+            )
+        if over or report.phase not in (None, FIRST_PHASE, FAILED):
+            return
+        await asyncio.sleep(START_POLL)
 
 
 def report_started(client: Client, plan: Plan, group: Group) -> None:

@@ -16,14 +16,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flare.errors import FlareError, ProtocolError, RemoteProtocolError, UnreachableError, VersionError
-from flare.orbit.acceptance import accept_publisher
+from flare.orbit.acceptance import accept_publisher, preview_publisher
 from flare.orbit.candidates import (
+    WILDCARDS,
     check_executables,
+    check_memory_limit,
     check_name_free,
+    check_port_free,
     describe_placement,
+    has_ready_copy,
     place_core,
 )
-from flare.orbit.client import Client
+from flare.orbit.client import Answer, Client
 from flare.orbit.fabric import Way, find_way, plan_fabric
 from flare.orbit.follow import RankStream
 from flare.orbit.orbit_file import edit_orbit_file
@@ -40,13 +44,13 @@ from flare.session import format_address, parse_address
 from flare.trust.grants import Grant, Member, TransferFabric, new_launch_id, sign_grant
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import KIND_RUN_GRANT, KIND_TRANSFER_GRANT
-from flare.wire.messages import Run, Status
+from flare.wire.messages import Run, Status, StatusReply
 from flare_workers.spawner import SpawnerHandle
 
 GRANT_SECONDS = 600  # the specification's ten minutes
 RUN_TIMEOUT = 60.0  # seconds for an agent to check a grant, open its cache entry and start a process
 LAUNCH_KEY_LENGTH = 32  # bytes
-WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
+OTHERS_TIMEOUT = 1.5  # seconds for nodes that are only asked whether a name is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class Plan:
         cache_free: bytes that rank zero's cache may still take.
         fabric: links between the members, where rank zero fetches the core from another one of them.
         way: how the core comes to rank zero from another node; None when none has to send it.
+        held: rank zero's cache has the core, though another node was named for it.
+        accepted: the publisher is accepted, or will be without a question; false in a dry run alone.
     """
 
     request: LaunchRequest
@@ -75,6 +81,8 @@ class Plan:
     cache_free: int
     fabric: TransferFabric | None
     way: Way | None
+    held: bool
+    accepted: bool
 
     def to_json(self) -> dict[str, Any]:
         """The placement for scripts."""
@@ -83,6 +91,8 @@ class Plan:
             "core": str(self.core.reference),
             "export": self.core.export,
             "publisher": self.core.primary.fingerprint,
+            "publisher_name": self.publisher.name,
+            "publisher_accepted": self.accepted,
             "url": self.url,
             "members": [
                 {
@@ -130,8 +140,11 @@ class Group:
         return [(stream.rank, stream.node) for stream in self.streams]
 
 
-async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
+async def plan_launch(client: Client, request: LaunchRequest, *, dry_run: bool = False) -> Plan:
     """Resolve the core, ask for trust, look at the nodes and place the ranks. Starts and sends nothing.
+
+    Args:
+        dry_run: ask nobody; a publisher that is not accepted is told instead.
 
     Raises:
         FlareError: whatever refuses the launch; see the steps.
@@ -139,19 +152,21 @@ async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
     reporter = client.controller.reporter
     client.controller.member_set()
     core = await resolve_core(client, request.reference)
-    publisher = accept_publisher(
-        client.controller,
-        core,
-        trust_store=request.trust_store,
-        profiles=request.publisher_keys,
-        accepted=request.accept_publisher,
-    )
+    check_memory_limit(core, request.options.memory_limit)
+    store, profiles, named = request.trust_store, request.publisher_keys, request.accept_publisher
+    accepted = True
+    if dry_run and named is None:
+        publisher, accepted = preview_publisher(client.controller, core, trust_store=store, profiles=profiles)
+    else:
+        publisher = accept_publisher(
+            client.controller, core, trust_store=store, profiles=profiles, accepted=named
+        )
     name = check_name(request.name or core.default_name, "group name")
-    answers = await client.statuses(request.candidates)
+    answers, elsewhere = await _statuses(client, request.candidates)
     for answer in answers:
         if answer.error is not None:
             reporter.warn(answer.error.message)
-    check_name_free(name, answers)
+    check_name_free(name, [*answers, *elsewhere])
     placement = place_core(core, answers, listed=request.listed, gpu_indices=request.gpus)
     override = read_override(request.executable) if request.executable is not None else None
     if override is None:
@@ -160,9 +175,18 @@ async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
         executables = {member.node.name: str(override.path) for member in placement.members}
     entries = {node.name: node for node in request.candidates}
     nodes = tuple(entries[member.node.name] for member in placement.members)
+    zero = next(answer.reply for answer in answers if answer.reply and answer.node == nodes[0])
+    check_port_free(nodes[0], request.options, zero)
     rendezvous = await _rendezvous(client, nodes) if len(nodes) > 1 else None
-    free = {answer.node.name: answer.reply.cache_free for answer in answers if answer.reply is not None}
-    fabric, way = await _way_to_rank_zero(client, request, core, nodes)
+    held = is_elsewhere(core, nodes[0]) and has_ready_copy(core, zero)
+    fabric, way = None, None
+    if is_elsewhere(core, nodes[0]) and not held:
+        try:
+            fabric, way = await _way_to_rank_zero(client, request, core, nodes)
+        except UnreachableError:
+            if not placement.members[0].holds:
+                raise
+            held = True  # nobody verified it yet, so its rank digests it before it loads it
     return Plan(
         request,
         core,
@@ -173,18 +197,35 @@ async def plan_launch(client: Client, request: LaunchRequest) -> Plan:
         executables,
         override,
         rendezvous,
-        free[nodes[0].name],
+        zero.cache_free,
         fabric,
         way,
+        held,
+        accepted,
     )
+
+
+async def _statuses(
+    client: Client, candidates: Sequence[NodeEntry]
+) -> tuple[list[Answer[StatusReply]], list[Answer[StatusReply]]]:
+    """Ask the candidates; and every other paired node too, briefly, since it may run a group of that name."""
+    others = [node for node in client.controller.orbit.nodes if node not in candidates]
+    return await asyncio.gather(
+        client.statuses(candidates),
+        client.ask_all(others, Status(), timeout=OTHERS_TIMEOUT, connect_timeout=OTHERS_TIMEOUT),
+    )
+
+
+def is_elsewhere(core: Core, node: NodeEntry) -> bool:
+    """Whether another node than this one holds the core."""
+    return core.source is not None and core.source.name != node.name
 
 
 async def _way_to_rank_zero(
     client: Client, request: LaunchRequest, core: Core, nodes: Sequence[NodeEntry]
 ) -> tuple[TransferFabric | None, Way | None]:
     """Plan how rank zero's node fetches a core that another node holds."""
-    if core.source is None or core.source.name == nodes[0].name:
-        return None, None
+    assert core.source is not None, "a core of this host is uploaded"
     source = next((rank for rank, node in enumerate(nodes) if node.name == core.source.name), None)
     fabric = None
     if source is not None:
@@ -256,6 +297,7 @@ async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> G
         publisher=plan.publisher,
         streams=plan.request.streams if plan.way is None else plan.way.streams,
         cache_free=plan.cache_free,
+        held=plan.held,
     )
     await stage_core(client, staging, spawner)
     issued = _now()

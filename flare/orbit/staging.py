@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flare.errors import LocalProtocolError, StorageError
+from flare.orbit.checking import check_files
 from flare.orbit.client import Client
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.override import Override
@@ -29,6 +30,7 @@ class Staging:
         publisher: the profile that a receiving node verifies with.
         streams: parallel connections.
         cache_free: bytes that rank zero's cache may still take.
+        held: rank zero's cache has the complete core, so that no other node is asked for it.
     """
 
     core: Core
@@ -37,6 +39,7 @@ class Staging:
     publisher: PublisherProfile
     streams: int
     cache_free: int
+    held: bool = False
 
 
 async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | None) -> None:
@@ -46,13 +49,16 @@ async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | 
         spawner: forks upload workers; needed when the core is on this host.
 
     Raises:
-        TransferError, IntegrityError, StorageError: it did not arrive.
+        IntegrityError: the core is damaged, here or where it arrived.
+        TransferError, StorageError: it did not arrive.
         UnreachableError: a node does not answer.
     """
     reporter = client.controller.reporter
     core, zero = staging.core, staging.nodes[0]
     if core.source is not None:
-        if core.source.name != zero.name:
+        if staging.held:
+            reporter.note(f"{zero.name} has the core in its cache already.")
+        elif core.source.name != zero.name:
             await _fetch_from(client, staging, core.source)
         return
     if spawner is None:
@@ -63,6 +69,7 @@ async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | 
         return
     size = sum(file.size for file in missing)
     check_room(zero, size, staging.cache_free)
+    await check_files(client, core, missing)
     reporter.note(f"Uploading {len(missing)} files, {size:,} bytes, to {zero.name}.")
     began = time.monotonic()
     await upload_files(client, zero, missing, spawner, streams=staging.streams)

@@ -2,7 +2,8 @@
 does.
 
 `--served-name` says how it behaves: `exit-3-at-1` (rank 1 ends with status 3), `slow` (drains for a minute),
-`stay` (peers do not leave with rank zero), anything else serves.
+`taken` (rank zero finds its HTTP port taken), `stay` (peers do not leave with rank zero), anything else
+serves.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def main(folder: Path) -> None:
     if rank == 0:
         zero.write_text(str(os.getpid()))
     print(f"rank {rank} says hello from {' '.join(sys.argv[1:])}", flush=True)
+    status.write(json.dumps({"phase": "resolving"}) + "\n")
+    if behaviour == "taken" and rank == 0:
+        time.sleep(0.3)
+        status.write(json.dumps({"phase": "failed", "reason": "port 8123 is taken"}) + "\n")
+        end(9)
     status.write(json.dumps({"phase": "loading"}) + "\n")
     if behaviour.startswith("exit-"):
         _, code, _, where = behaviour.split("-")

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from flare.cores.publisher_keys import create_publisher, load_trust_store
 from flare.cores.reference import LocalReference
 from flare.errors import ConfigError, NotFoundError, TrustError
-from flare.orbit.acceptance import accept_publisher, read_profile
+from flare.files import ensure_private_folder, write_atomic
+from flare.orbit.acceptance import accept_publisher, preview_publisher, read_profile
 from flare.orbit.controller import Controller
 from flare.orbit.resolve import Core, resolve_local
 from flare.paths import Paths
@@ -70,6 +72,38 @@ def test_a_trust_store_of_its_own_and_a_profile_of_the_launch(
     file = tmp_path / "house.toml"
     file.write_text(profile.to_text())
     assert accept_publisher(controller, core, trust_store=None, profiles=[file]) == profile
+    assert not paths.trust_store.exists()
+
+
+def test_ones_own_publisher_needs_no_question(paths: Paths, core: Core) -> None:
+    reporter = RecordingReporter(answer=None)
+    controller = Controller.open(paths, reporter)
+    ensure_private_folder(paths.publisher_keys)
+    write_atomic(paths.publisher_keys / "house.key", PUBLISHER.private_pem())
+    create_publisher(paths, "another")
+    profile = PublisherProfile("house", PUBLISHER.public_key)
+    assert preview_publisher(controller, core, trust_store=None) == (profile, True)
+    assert not paths.trust_store.exists()
+    for _ in range(2):
+        assert accept_publisher(controller, core, trust_store=None) == profile
+    assert load_trust_store(paths).find(PUBLISHER.fingerprint) == profile
+    assert reporter.notes == [f"Accepted your own publisher house: its key lies in {paths.publisher_keys}."]
+    assert reporter.questions == []
+
+
+def test_a_key_that_others_can_read_proves_nothing(paths: Paths, core: Core) -> None:
+    ensure_private_folder(paths.publisher_keys)
+    write_atomic(paths.publisher_keys / "house.key", PUBLISHER.private_pem(), mode=0o644)
+    with pytest.raises(TrustError, match="nobody can be asked"):
+        accept_publisher(Controller.open(paths, RecordingReporter()), core, trust_store=None)
+
+
+def test_a_dry_run_asks_nobody(paths: Paths, core: Core) -> None:
+    reporter = RecordingReporter(answer=True)
+    profile, accepted = preview_publisher(Controller.open(paths, reporter), core, trust_store=None)
+    assert (profile.public_key, accepted) == (PUBLISHER.public_key, False)
+    assert reporter.questions == []
+    assert f"--accept-publisher {PUBLISHER.fingerprint}" in reporter.notes[0]
     assert not paths.trust_store.exists()
 
 

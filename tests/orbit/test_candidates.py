@@ -8,14 +8,17 @@ from flare.cores.reference import LocalReference, NodeReference
 from flare.errors import BusyError, CoreError, PlacementError, UnreachableError, UnsupportedError
 from flare.orbit.candidates import (
     check_executables,
+    check_memory_limit,
     check_name_free,
+    check_port_free,
     describe_placement,
     needs_of,
     place_core,
 )
 from flare.orbit.client import Answer
 from flare.orbit.resolve import Core, resolve_local
-from flare.wire.messages import CachedFile, CoreReport
+from flare.serving_options import parse_serving
+from flare.wire.messages import CachedFile, CoreReport, StatusReply
 from tests.cores.making import write_core
 from tests.orbit.builders import answer, gpu, group_report, node_entry
 
@@ -46,6 +49,40 @@ def entry(
         verified=verified,
         bytes=1,
     )
+
+
+def test_a_port_on_which_another_group_serves(core: Core) -> None:
+    def served(url: str, state: str = "running") -> StatusReply:
+        report = group_report("glm-1", name="glm", state=state, url=url)
+        reply = answer(MAXWELL, groups=(report,)).reply
+        assert reply is not None
+        return reply
+
+    for url, words in (
+        ("http://127.0.0.1:8000", ()),
+        ("http://0.0.0.0:8000", ()),
+        ("http://[::1]:8000", ("--host", "0.0.0.0")),
+        ("http://10.0.0.1:8123", ("--host", "10.0.0.1", "--port", "8123")),
+    ):
+        with pytest.raises(BusyError, match=r"The group glm serves on port \d+ of maxwell already \(glm-1\)"):
+            check_port_free(MAXWELL, parse_serving(words), served(url))
+    for url, words, state in (
+        ("http://127.0.0.1:8000", ("--port", "8001"), "running"),
+        ("http://127.0.0.1:8000", (), "exited"),
+        ("http://10.0.0.1:8000", (), "running"),
+        ("http://127.0.0.1:8000", ("--port", "0"), "running"),
+        ("http://[8000", (), "running"),
+        ("http://127.0.0.1:99999999", (), "running"),
+    ):
+        check_port_free(MAXWELL, parse_serving(words), served(url, state))
+
+
+def test_a_memory_limit_below_the_weights(core: Core) -> None:
+    check_memory_limit(core, None)
+    largest = max(core.primary.index.device_bytes)
+    check_memory_limit(core, largest)
+    with pytest.raises(PlacementError, match=rf"--memory-limit allows {largest - 1:,} bytes, but rank 0 of"):
+        check_memory_limit(core, largest - 1)
 
 
 def test_the_index_says_what_is_needed(core: Core) -> None:

@@ -264,6 +264,45 @@ def test_a_large_file_goes_over_several_connections_and_arrives_whole(orbit: Lab
     assert re.search(r"maxwell +\S+ +3 +\d+\.\d MB +no", orbit.flare("orbit", "cores").out)
 
 
+def test_a_rank_zero_that_holds_the_core_needs_no_way_to_it(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    words = ("--nodes", "maxwell,hertz", "--detach", *TRUST)
+    elsewhere = ("orbit", "run", f"hertz:{core}", "--roce-ring", *words)
+    refused = orbit.flare(*elsewhere)
+    assert refused.code == 4
+    assert "none of these nodes has an active one" in refused.err
+    assert orbit.flare("orbit", "run", str(core), *words).code == 0  # uploads it, and nobody verifies it yet
+    assert orbit.flare("orbit", "stop").code == 0
+    held = orbit.flare(*elsewhere)
+    assert held.code == 0, held
+    assert "maxwell has the core in its cache already." in held.err
+    assert orbit.flare("orbit", "stop").code == 0
+
+
+def test_a_name_that_runs_on_any_node_is_taken(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core", ranks=1)
+    words = ("orbit", "run", str(core), "--name", "glm", "--detach", *TRUST)
+    assert orbit.flare(*words, "--nodes", "maxwell").code == 0
+    taken = orbit.flare(*words, "--nodes", "hertz")
+    assert taken.code == 7
+    assert "A group named glm runs already on maxwell (glm-" in taken.err
+    assert "`flare orbit stop glm`, or give this one another name with --name" in taken.err
+    assert not [*(tmp_path / "hertz/.cache/flare/cores").iterdir()]
+    assert orbit.flare("orbit", "stop").code == 0
+
+
+def test_detach_tells_of_a_rank_zero_that_fails_at_once(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    core = make_core(tmp_path / "core", ranks=1)
+    outcome = orbit.flare("orbit", "run", str(core), "--detach", "--served-name", "taken", *TRUST)
+    assert outcome.code == 15
+    assert "ended as soon as it was started: rank 0 on maxwell failed with status 9" in outcome.err
+    assert "port 8123 is taken" in outcome.err
+    assert "Started" not in outcome.out
+
+
 def test_a_build_of_the_operators_own_runs_on_every_node(orbit: Lab, tmp_path: Path) -> None:
     orbit.paired("maxwell", "hertz")
     core = make_core(tmp_path / "core")
@@ -404,11 +443,11 @@ def test_a_core_on_another_node_is_fetched_before_ranks_start(orbit: Lab, tmp_pa
         )
         outcome = orbit.flare(*words)
         assert outcome.code == 0, outcome
-        assert f"maxwell fetches the core from {source}." in outcome.err
         if source == "hertz":
+            assert f"maxwell fetches the core from {source}." in outcome.err
             assert "maxwell fetched" in outcome.err
         else:
-            assert "maxwell had everything in its cache already." in outcome.err
+            assert "maxwell has the core in its cache already." in outcome.err
         assert orbit.flare("orbit", "stop").code == 0
     (arrived,) = (tmp_path / "maxwell/.cache/flare/cores").glob("*/model/Tiny.gguf")
     assert arrived.read_bytes() == pattern(3 * MIB + 17)
