@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flare.errors import FlareError, IntegrityError, LocalProtocolError, RemoteProtocolError
+from flare.orbit.checking import check_files
 from flare.orbit.client import Client
 from flare.orbit.push import Delivery, PushPlan
 from flare.orbit.reporter import Bar
@@ -143,6 +144,7 @@ class _Push:
             size = sum(file.size for file in missing)
             if missing:
                 check_room(node, size, self.plan.cache_free)
+                await check_files(client, self.plan.core, missing)
                 await upload_files(client, node, missing, self.spawner, streams=self.plan.request.streams)
         except FlareError as problem:
             return Delivered(delivery, error=_explained(delivery, problem))
