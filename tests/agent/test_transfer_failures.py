@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from flare.agent.transfers.holding import shared_lock
+from flare.cores.export import encode_primary
 from flare.errors import (
+    BusyError,
     ConflictError,
     CoreError,
     IntegrityError,
@@ -38,7 +41,7 @@ from tests.agent.transfer_world import (
     until,
 )
 from tests.agent.world import Agent, Peer, descendants_of, drive
-from tests.cores.making import write_core, write_packed_core
+from tests.cores.making import digest_table, members, write_core, write_packed_core
 
 
 @pytest.fixture
@@ -162,13 +165,31 @@ def test_another_core_in_the_directory(pair: tuple[Agent, Agent], controller: Pe
     assert (folder / "config.json").read_text() == "other"
 
 
+def test_another_publishers_primary_gives_way(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    _, destination = pair
+    push = a_push(pair, controller, tmp_path, MIB)
+    drive(push.ask(destination))
+    names = ("model/weights.gguf", "model/config.json")
+    files = {name: (tmp_path / "core" / name).read_bytes() for name in names}
+    primary = push.folder(destination) / push.package.files[0]
+    primary.unlink()
+    primary.write_bytes(encode_primary(members(files), digest_table(files), Peer(9).identity))
+    assert primary.stat().st_size == push.package.length
+    with shared_lock(primary.parent), pytest.raises(BusyError, match="signed by another publisher"):
+        drive(push.ask(destination))
+    assert drive(push.ask(destination)).bytes == push.primary.metadata_length
+    push.same(destination)
+
+
 def test_another_core_at_the_source(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
     _, destination = pair
     push = a_push(pair, controller, tmp_path, MIB)
     files = {"model/weights.gguf": random_bytes(MIB), "model/config.json": b"{}"}
     write_core(tmp_path / "core", files)
     assert push.path.stat().st_size == push.package.length
-    with pytest.raises(ConflictError, match="The core on hertz is not the core that the grant names"):
+    with pytest.raises(ConflictError, match="is not the core that the grant names"):
         drive(push.ask(destination))
     nothing_left(destination)
 

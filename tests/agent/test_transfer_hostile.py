@@ -24,11 +24,13 @@ from flare.errors import (
     RemoteProtocolError,
     StorageError,
     TransferError,
+    TrustError,
     UnreachableError,
 )
 from flare.identity import Identity
 from flare.session import Listener, Session
 from flare.trust.grants import Link
+from flare.trust.publishers import PublisherProfile
 from flare.wire.handshake import PROTOCOL_VERSION
 from flare.wire.messages import Fetch, FetchFabric, FetchReply, Hello, Transfer
 from tests.agent.transfer_world import MIB, Gate, Push, fabric_of, nothing_left, random_bytes, start
@@ -123,6 +125,31 @@ def test_an_impostor_that_is_honest(destination: Agent, controller: Peer, tmp_pa
         assert len(impostor.asked) == HEADER + 1
 
     drive(scenario())
+
+
+def test_an_impostor_that_has_another_core(destination: Agent, controller: Peer, tmp_path: Path) -> None:
+    impostor = Impostor(write_packed_core(tmp_path, random_bytes(2 * MIB)))
+    other = Peer(9)
+
+    async def refused(error: type[FlareError], words: str, signer: Peer | None, **changes: str) -> None:
+        push = Push(controller, impostor.path, impostor, [impostor, destination])  # type: ignore[list-item, arg-type]
+        push.grant = replace(push.grant, package=replace(push.package, **changes))
+        request = push.request()
+        if signer is not None:
+            profile = PublisherProfile("other", signer.key).to_text()
+            request = replace(request, publisher=profile)
+        with pytest.raises(error, match=words):
+            await controller.ask(destination, request)
+
+    async def scenario() -> None:
+        async with impostor.answering(honest):
+            words = "The core on hertz is not the core that the grant names: its index differs"
+            await refused(ConflictError, words, None, index_sha256="00" * 32)
+            words = "The core on hertz is signed by the publisher"
+            await refused(TrustError, words, other, publisher=other.identity.fingerprint)
+
+    drive(scenario())
+    nothing_left(destination)
 
 
 async def _other_ranges(session: Session, request: Fetch | FetchFabric, data: bytes) -> None:
