@@ -62,12 +62,13 @@ def export(
 
     from flare.cli.output import human_bytes, print_json, progress, say
     from flare.cli.signals import ending_cleanly
-    from flare.cores.export import export_core
+    from flare.cores.export import check_revision, export_core
     from flare.cores.index import Layout
     from flare.cores.primary import load_primary
     from flare.cores.publisher_keys import load_publisher
     from flare.paths import Paths
 
+    check_revision(revision)
     signer_name, signer = load_publisher(Paths.from_environment(), publisher_name)
     with ending_cleanly(), progress() as add:
         path = export_core(

@@ -41,7 +41,7 @@ def show(name: str | None, as_json: bool) -> None:
     from flare.paths import Paths
     from flare.trust.publishers import PublisherProfile
 
-    name, identity = load_publisher(Paths.from_environment(), name)
+    name, identity = load_publisher(Paths.from_environment(), name, word="`flare publisher show NAME`")
     profile = PublisherProfile(name, identity.public_key)
     if as_json:
         print_json(_described(profile))

@@ -7,6 +7,7 @@ export leaves behind is never half a core, and what was there before is never to
 
 from __future__ import annotations
 
+import difflib
 import errno
 import hashlib
 import os
@@ -169,6 +170,20 @@ def encode_primary(
     return struct.pack("<Q", len(encoded)) + encoded + table
 
 
+def check_revision(revision: str) -> None:
+    """Refuse what is no hardware revision.
+
+    Raises:
+        UsageError: it is none; names the nearest.
+    """
+    if revision not in REVISIONS:
+        near = difflib.get_close_matches(revision, REVISIONS, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UsageError(
+            f'"{revision[:80]}" is no hardware revision. Known are {", ".join(REVISIONS)}.{hint}'
+        )
+
+
 def _plan(
     source: GgufSource | FolderSource,
     revision: str,
@@ -177,8 +192,7 @@ def _plan(
     engine: str | None,
     name: str | None,
 ) -> _Plan:
-    if revision not in REVISIONS:
-        raise UsageError(f'"{revision}" is no hardware revision. Known are {", ".join(REVISIONS)}.')
+    check_revision(revision)
     if engine is not None and engine not in ENGINES:
         raise UsageError(f'"{engine}" is no engine. Known are {", ".join(ENGINES)}.')
     if ranks < 1:

@@ -20,6 +20,7 @@ from typing import BinaryIO, Protocol
 
 from flare.cores.index import MAX_INDEX, CoreIndex, fold
 from flare.cores.safetensors import (
+    HOW_TO_MAKE_A_CORE,
     PREFIX_LENGTH,
     Header,
     Tensor,
@@ -245,10 +246,7 @@ def _primary(header: Header, path: Path | None, what: str) -> Primary:
 def _signed_index(metadata: Mapping[str, str], what: str) -> tuple[str, bytes, bytes]:
     """Take index, publisher and signature out of the metadata; verified, but not yet parsed."""
     if INDEX_KEY not in metadata:
-        raise CoreError(
-            f'{what} is a safetensors file, but no core: it has no "{INDEX_KEY}". '
-            "Make a core of a model with `flare ignition export`."
-        )
+        raise CoreError(f'{what} is a model, not a core (it has no "{INDEX_KEY}"); {HOW_TO_MAKE_A_CORE}')
     unknown = sorted(set(metadata) - {INDEX_KEY, PUBLISHER_KEY, SIGNATURE_KEY})
     if unknown:
         raise CoreError(f'{what}: "__metadata__" has the unknown key "{unknown[0][:80]}".')

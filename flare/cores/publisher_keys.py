@@ -38,8 +38,11 @@ def publisher_names(paths: Paths) -> list[str]:
     return sorted(path.name.removesuffix(KEY_SUFFIX) for path in paths.publisher_keys.glob(f"*{KEY_SUFFIX}"))
 
 
-def load_publisher(paths: Paths, name: str | None) -> tuple[str, Identity]:
+def load_publisher(paths: Paths, name: str | None, *, word: str = "--publisher NAME") -> tuple[str, Identity]:
     """Return (name, identity) of one of this account's publishers; without a name of the only one.
+
+    Args:
+        word: how the command takes a name, for the message.
 
     Raises:
         NotFoundError: there is none (of that name); the message says how to make one.
@@ -51,7 +54,7 @@ def load_publisher(paths: Paths, name: str | None) -> tuple[str, Identity]:
         if not names:
             raise NotFoundError(f"There is no publisher yet. {CREATE_HINT}")
         if len(names) > 1:
-            raise UsageError(f"There are several publishers: {', '.join(names)}. Say which one.")
+            raise UsageError(f"There are several publishers: {', '.join(names)}. Name one with {word}.")
         name = names[0]
     elif name not in names:
         have = f"There are {', '.join(names)}." if names else CREATE_HINT

@@ -16,7 +16,8 @@ _REPOSITORY = re.compile(
 )
 _NODE = re.compile(r"(?P<node>[A-Za-z0-9][A-Za-z0-9._-]{0,62}):(?P<path>.*)\Z", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-FORMS = "ORG/NAME[@REVISION], a path to a primary .safetensors file, or NODE:/absolute/path"
+# Repositories are understood, but not offered: whoever resolves one says that it is not available yet.
+FORMS = "a path to a primary .safetensors file, or NODE:/absolute/path on a paired node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ CoreReference: TypeAlias = RepositoryReference | LocalReference | NodeReference
 
 
 def parse_reference(text: str) -> CoreReference:
-    """Return what CORE means. A path wins where it is plainly one: `./`, `../`, `/`, `~`, or `.safetensors`.
+    """Return what CORE means. A path wins where it is plainly one, by its beginning or its suffix.
 
     Raises:
         UsageError: it means nothing; the message lists the forms.
@@ -92,7 +93,7 @@ def parse_reference(text: str) -> CoreReference:
                 f"For a file here whose name holds a colon write ./{text[:200]}"
             )
         return NodeReference(match["node"], match["path"])
-    if text.endswith(".safetensors"):
+    if text.endswith((".safetensors", ".gguf")):  # a model is no core, and its reader says so
         return LocalReference(text)
     match = _REPOSITORY.match(text)
     revision = match and match["revision"]

@@ -20,6 +20,8 @@ PREFIX_LENGTH = 8  # the header's length, u64 little-endian
 # The index, at most 32 MiB, is escaped once more inside the header; the rest is the tensor table.
 MAX_HEADER = 48 << 20
 FORMAT_MAX_HEADER = 100_000_000  # what the safetensors format allows, for the message
+GGUF_MAGIC = b"GGUF"
+HOW_TO_MAKE_A_CORE = "make one with `flare ignition export FILE -o FOLDER --revision REVISION`."
 MAX_DIMENSIONS = 64  # no model has more; bounds the arithmetic over a hostile shape
 SHOWN_NAME = 80  # characters of a tensor's name in a message
 
@@ -107,16 +109,23 @@ def header_length(prefix: bytes, what: str) -> int:
     """Return the header's length that a file's first eight bytes announce.
 
     Raises:
-        CoreError: there are no eight bytes, or the header would be larger than we read.
+        CoreError: there are no eight bytes, it is no safetensors file, or the header would be larger than we
+            read.
     """
+    if prefix.startswith(GGUF_MAGIC):
+        raise CoreError(f"{what} is a model, not a core; {HOW_TO_MAKE_A_CORE}")
     if len(prefix) < PREFIX_LENGTH:
         raise CoreError(f"{what} is too short for a safetensors file: it has {len(prefix)} bytes.")
     length = int.from_bytes(prefix[:PREFIX_LENGTH], "little")
+    if length > FORMAT_MAX_HEADER:
+        raise CoreError(
+            f"{what} is not a safetensors file, so it is no core. A core is the .safetensors file that `flare "
+            "ignition export` wrote."
+        )
     if length > MAX_HEADER:
         raise CoreError(
             f"{what} announces a header of {length} bytes. A core's header has at most {MAX_HEADER} bytes "
-            f"(the safetensors format allows {FORMAT_MAX_HEADER}); if this is no safetensors file, "
-            "its first eight bytes mean something else."
+            f"(the safetensors format allows {FORMAT_MAX_HEADER})."
         )
     return length
 
@@ -156,7 +165,7 @@ def parse_header(text: bytes, data_length: int, what: str, *, companion: bool = 
         CoreError: a rule is broken.
     """
     if not text.startswith(b"{"):
-        raise CoreError(f'{what} is no safetensors file: its header does not begin with "{{".')
+        raise CoreError(f'{what} is not a safetensors file: its header does not begin with "{{".')
     table = loads(text, limit=MAX_HEADER, what=f"The header of {what}", error=CoreError)
     metadata = _metadata(table, what, companion)
     tensors = [_tensor(name, entry, data_length, what) for name, entry in table.items()]

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from flare.cores.primary import Primary, load_primary, load_primary_isolated
 from flare.cores.reference import CoreReference, LocalReference, NodeReference
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
-from flare.errors import CoreError, FlareError, NotFoundError, UnsupportedError
+from flare.errors import CoreError, FlareError, NotFoundError, UnsupportedError, UsageError
 from flare.files import describe_os_error
 from flare.orbit.client import REQUEST_TIMEOUT, Client
 from flare.orbit.orbit_records import NodeEntry
@@ -80,6 +80,7 @@ async def resolve_core(client: Client, reference: CoreReference) -> Core:
 
     Raises:
         UnsupportedError: a repository, which this version cannot acquire.
+        UsageError: what looks like a repository is a file here.
         NotFoundError: no such file or node.
         CoreError, TrustError: it is no core, or its signature is missing or wrong.
         UnreachableError: the node that holds it does not answer.
@@ -88,9 +89,11 @@ async def resolve_core(client: Client, reference: CoreReference) -> Core:
         return resolve_local(reference)
     if isinstance(reference, NodeReference):
         return await resolve_on_node(client, reference)
+    if Path(str(reference)).exists():
+        raise UsageError(f"{reference} is the name of a repository. For the file here write ./{reference}")
     raise UnsupportedError(
-        f"{reference} is a repository, and this version does not acquire repositories through nodes. "
-        "Download the model, make a core of it with `flare ignition export`, and run that file."
+        f"{reference} is the name of a repository, and cores from repositories are not available in this "
+        "version. Download the model, make a core of it with `flare ignition export`, and run that file."
     )
 
 
@@ -131,7 +134,7 @@ async def resolve_on_node(client: Client, reference: NodeReference) -> Core:
 async def _mirror(session: Session, path: str, size: int, folder: Path) -> Primary:
     """Copy header, index and digest table into a sparse file of the primary's length, and verify them."""
     mirror = folder / PurePosixPath(path).name
-    what = f"The core {path}"
+    what = f"The file {path}"
     prefix = await _get(session, path, 0, min(PREFIX_LENGTH, size))
     end = PREFIX_LENGTH + header_length(prefix, what)
     if end > size:

@@ -85,6 +85,7 @@ def test_every_option(capsys: Capture, tmp_path: Path, publisher: Identity) -> N
     ("more", "code", "message"),
     [
         (["--revision", "a100"], 2, "is no hardware revision"),
+        (["--revision", "gb11"], 2, "Known are gb10, gb202, gb300, cpu. Did you mean gb10?"),
         (["--ranks", "0"], 2, "0 is not in the range"),
         (["--layout", "ring"], 2, "'ring' is not one of"),
         (["--publisher", "nobody"], 11, "There is no publisher nobody. There are acme."),

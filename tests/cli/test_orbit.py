@@ -207,7 +207,9 @@ def test_run_refuses_before_it_asks_anybody(flare: Flare, tmp_path: Path) -> Non
         assert (outcome.code, message in outcome.err) == (code, True), outcome
 
 
-def test_without_a_terminal_the_publisher_must_be_named(flare: Flare, tmp_path: Path) -> None:
+def test_without_a_terminal_the_publisher_must_be_named(
+    flare: Flare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = write_core(tmp_path / "core", {"model/a.gguf": b"a"}, engine="llama.cpp")
     assert flare("orbit", "pair", f"127.0.0.1:{closed_port()}").code == 4  # makes the controller set
     write_node(tmp_path, "maxwell", f"127.0.0.1:{closed_port()}")
@@ -222,7 +224,15 @@ def test_without_a_terminal_the_publisher_must_be_named(flare: Flare, tmp_path: 
     assert "No candidate node answered" in outcome.err
     outcome = flare("orbit", "run", "ORG/NAME", "--dry-run")
     assert outcome.code == 14
-    assert "ORG/NAME is a repository" in outcome.err
+    assert "ORG/NAME is the name of a repository" in outcome.err
+    monkeypatch.chdir(tmp_path)
+    outcome = flare("orbit", "run", "core/model", "--dry-run")
+    assert outcome.code == 2
+    assert "For the file here write ./core/model" in outcome.err
+    (tmp_path / "Tiny.gguf").write_bytes(b"GGUF" + bytes(20))
+    outcome = flare("orbit", "run", "Tiny.gguf", "--dry-run")
+    assert outcome.code == 6
+    assert "Tiny.gguf is a model, not a core; make one with `flare ignition export" in outcome.err
 
 
 def test_names_of_the_orbit_file_complete(flare: Flare, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_no_core_there(tmp_path: Path) -> None:
 def test_an_ordinary_safetensors_file_is_no_core(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(header_bytes({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"x"))
-    with pytest.raises(CoreError, match="but no core"):
+    with pytest.raises(CoreError, match=r"is a model, not a core .* make one with `flare ignition export"):
         load_primary(path)
 
 

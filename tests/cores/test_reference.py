@@ -23,6 +23,7 @@ from flare.errors import UsageError
         ("~/core.safetensors", LocalReference("~/core.safetensors"), "core"),
         ("cores/a.safetensors", LocalReference("cores/a.safetensors"), "a"),
         ("a.safetensors", LocalReference("a.safetensors"), "a"),
+        ("models/Tiny.gguf", LocalReference("models/Tiny.gguf"), "Tiny"),
         ("./odd:/a.safetensors", LocalReference("./odd:/a.safetensors"), "a"),
         ("maxwell:/data/a.safetensors", NodeReference("maxwell", "/data/a.safetensors"), "a"),
         ("node-1.lab:/data/a b:c", NodeReference("node-1.lab", "/data/a b:c"), "a b:c"),
@@ -40,7 +41,7 @@ def test_forms(text: str, wanted: object, name: str) -> None:
     ["", "tiny", "a/b/c", "acme/", "/x\n", "acme/Ti ny", "acme/..", "a/b@", "a/b@x//y", "a/b@x/", "a/b@../x"],
 )
 def test_what_names_no_core(text: str) -> None:
-    with pytest.raises(UsageError, match=r"names no core\. A core is ORG/NAME"):
+    with pytest.raises(UsageError, match=r"names no core\. A core is a path to a primary"):
         parse_reference(text)
 
 

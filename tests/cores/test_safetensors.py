@@ -67,6 +67,11 @@ def test_table_digest_ignores_metadata_and_order() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (
+            b"GGUF\x03\0\0\0" + b"x" * 20,
+            "the file is a model, not a core; make one with `flare ignition export FILE",
+        ),
+        (b"# A text that somebody wrote.", "the file is not a safetensors file, so it is no core."),
         (b"1234567", "the file is too short for a safetensors file: it has 7 bytes"),
         (
             struct.pack("<Q", 100) + b"{}",
