@@ -159,10 +159,10 @@ def test_a_single_host_core_takes_exactly_the_named_gpus_in_the_named_order() ->
     [member] = place(single, [host], listed=False, gpu_indices=(6, 2)).members
     assert [one.index for one in member.gpus] == [6, 2]
     busy = node("a", gpu(0), gpu(2, group="glm-run"), gpu(6))
-    assert "a: 1 of 2 GPUs free; GPU 2 is held by the running group glm-run" in refused(
+    assert "a: 1 of 2 devices free; GPU 2 is held by the running group glm-run" in refused(
         single, [busy], gpus=(6, 2)
     )
-    assert "it has no GPU 7" in refused(single, [busy], gpus=(6, 7))
+    assert "it has no device 7" in refused(single, [busy], gpus=(6, 7))
 
 
 def test_uneven_ranks_of_a_single_host_core_get_the_gpus_that_suit_them() -> None:
@@ -184,15 +184,15 @@ def test_single_host_nodes_in_order_of_the_list_or_of_preference() -> None:
     assert names(place(single, [poor, tight, roomy], listed=False)) == ["c"]
     assert names(place(single, [poor, tight, roomy, holder], listed=False)) == ["d"]
     message = refused(single, [poor])
-    assert "no node has 2 free GPUs for it" in message
-    assert "a: 1 of 2 GPUs free; GPU 1 has 3 of 12 bytes free: 9 bytes are missing" in message
+    assert "no node has 2 free devices for it" in message
+    assert "a: 1 of 2 devices free; GPU 1 has 3 of 12 bytes free: 9 bytes are missing" in message
 
 
 def test_named_indices_for_a_multi_host_core() -> None:
     hosts = [node("a", gpu(0), gpu(1)), node("b", gpu(1))]
     placed = place(needs(2), hosts, listed=False, gpu_indices=(1,))
     assert [[one.index for one in member.gpus] for member in placed.members] == [[1], [1]]
-    assert "b: it has no GPU 0" in refused(needs(2), hosts, gpus=(0,))
+    assert "b: it has no device 0" in refused(needs(2), hosts, gpus=(0,))
 
 
 def test_members_without_gpus_take_whole_nodes() -> None:
@@ -227,7 +227,7 @@ def test_each_node_says_why_it_cannot_serve(layout: str) -> None:
     )
     foreign = refused(replace(needs(1, layout=layout), engine="vllm"), [node("bare")])
     assert "  bare: the engine vllm is not installed there; install it on PATH, or name it under" in foreign
-    assert "  empty: it reports no GPU" in message
+    assert "  empty: it reports no device" in message
     assert "GPU 4 is gb202, the core is for gb10" in message
     assert "GPU 0 is held by the running group glm-run" in message
     assert "the CPU is cpu, the core is for gb10" in message
@@ -254,11 +254,11 @@ def test_fewer_nodes_than_ranks() -> None:
 def test_words_that_suit_no_core() -> None:
     assert "There is no candidate node" in refused(needs(1), [])
     assert "Node 'a' is a candidate twice" in refused(needs(1), [node("a"), node("a")])
-    assert "--gpus 1, 1 names a GPU twice" in refused(needs(2), [node("a")], gpus=(1, 1))
-    assert "names 2 GPUs, but this multi-host core of 2 ranks uses 1 on each of its nodes" in refused(
+    assert "--gpus 1, 1 names a device twice" in refused(needs(2), [node("a")], gpus=(1, 1))
+    assert "names 2 devices, but this multi-host core of 2 ranks uses 1 on each of its nodes" in refused(
         needs(2), [node("a")], gpus=(0, 1)
     )
-    assert "names 1 GPU, but this single-host core of 2 ranks uses 2" in refused(
+    assert "names 1 device, but this single-host core of 2 ranks uses 2" in refused(
         needs(2, layout="single_host"), [node("a")], gpus=(0,)
     )
 

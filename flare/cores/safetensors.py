@@ -119,8 +119,8 @@ def header_length(prefix: bytes, what: str) -> int:
     length = int.from_bytes(prefix[:PREFIX_LENGTH], "little")
     if length > FORMAT_MAX_HEADER:
         raise CoreError(
-            f"{what} is not a safetensors file, so it is no core. A core is the .safetensors file that `flare "
-            "ignition export` wrote."
+            f"{what} is not a safetensors file, so it is no core. A core is the .safetensors file that "
+            "`flare ignition export` wrote."
         )
     if length > MAX_HEADER:
         raise CoreError(

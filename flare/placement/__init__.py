@@ -85,11 +85,11 @@ def _check_indices(needs: Needs, indices: tuple[int, ...] | None) -> None:
         return
     named = ", ".join(str(index) for index in indices)
     if len(set(indices)) != len(indices):
-        raise PlacementError(f"--gpus {named} names a GPU twice. Name each index once.")
+        raise PlacementError(f"--gpus {named} names a device twice. Name each index once.")
     wanted = 1 if needs.layout == MULTI_HOST else needs.ranks
     if len(indices) != wanted:
         kind = "multi-host" if needs.layout == MULTI_HOST else "single-host"
         raise PlacementError(
-            f"--gpus {named} names {count(len(indices), 'GPU')}, but this {kind} core of "
+            f"--gpus {named} names {count(len(indices), 'device')}, but this {kind} core of "
             f"{count(needs.ranks, 'rank')} uses {wanted} on each of its nodes. Name {wanted}."
         )

@@ -17,7 +17,7 @@ def node_refusal(needs: Needs, node: Node) -> str | None:
     if node.held_by is not None:
         return f"the whole node is held by the running group {printable(node.held_by)}; stop it first"
     if not node.gpus:
-        return "it reports no GPU"
+        return "it reports no device"
     return None
 
 
@@ -35,7 +35,7 @@ def device_refusal(needs: Needs, gpu: Gpu, needed: int) -> str | None:
         return f"{gpu.label} is held by the running group {printable(gpu.group)}"
     if gpu.memory_free < needed:
         missing = needed - gpu.memory_free
-        return f"{gpu.label} has {gpu.memory_free} of {needed} bytes free: {missing} bytes are missing"
+        return f"{gpu.label} has {gpu.memory_free:,} of {needed:,} bytes free: {missing:,} bytes are missing"
     return None
 
 
@@ -47,7 +47,7 @@ def offered_devices(node: Node, indices: tuple[int, ...] | None) -> tuple[list[G
     by_index = {gpu.index: gpu for gpu in ordered}
     return (
         [by_index[index] for index in indices if index in by_index],
-        [f"it has no GPU {index}" for index in indices if index not in by_index],
+        [f"it has no device {index}" for index in indices if index not in by_index],
     )
 
 
@@ -78,7 +78,7 @@ def device_for(needs: Needs, node: Node, rank: int, indices: tuple[int, ...] | N
 
 
 def count(number: int, thing: str) -> str:
-    """`1 GPU`, `2 GPUs`."""
+    """`1 device`, `2 devices`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 

@@ -29,7 +29,7 @@ def place_on_one_host(
         else:
             able.append((node, found))
     if not able:
-        raise failure(needs, f"no node has {count(needs.ranks, 'free GPU')} for it", lines)
+        raise failure(needs, f"no node has {count(needs.ranks, 'free device')} for it", lines)
     if not listed:
         # Several GPUs stand where rule 4's tie speaks of one: a set is as roomy as its tightest GPU.
         able.sort(key=lambda one: (not one[0].holds(0), -min(g.memory_free for g in one[1]), one[0].name))
@@ -58,7 +58,7 @@ def _devices_on(needs: Needs, node: Node, indices: tuple[int, ...] | None) -> tu
     if chosen is not None:
         return chosen
     if len(free) < needs.ranks:
-        return "; ".join([f"{len(free)} of {count(needs.ranks, 'GPU')} free", *complaints])
+        return "; ".join([f"{len(free)} of {count(needs.ranks, 'device')} free", *complaints])
     return "; ".join([_shortfall(needs, free), *complaints])
 
 
@@ -75,7 +75,7 @@ def _shortfall(needs: Needs, free: list[Gpu]) -> str:
         (amount, gpu) for amount, gpu in zip(amounts, gpus, strict=False) if gpu.memory_free < amount
     )
     missing = amount - gpu.memory_free
-    return f"{gpu.label} has {gpu.memory_free} of {amount} bytes free: {missing} bytes are missing"
+    return f"{gpu.label} has {gpu.memory_free:,} of {amount:,} bytes free: {missing:,} bytes are missing"
 
 
 # What the rest of the walk in _most_adjacent can depend on: the chosen GPUs' reaches in ascending order, and
