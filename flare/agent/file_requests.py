@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat as stat_module
@@ -134,6 +135,7 @@ async def get(node: Node, session: Session, request: Get) -> None:
     """Send bytes of a file; fewer than asked for where it ends."""
     descriptor, information = await asyncio.to_thread(open_source, request.path)
     try:
+        await asyncio.to_thread(_refuse_secrets, node, information)
         length = max(min(request.length, information.st_size - request.offset), 0)
         await session.send(GetReply(length=length))
         name = Path(request.path).name
@@ -146,6 +148,22 @@ async def get(node: Node, session: Session, request: Get) -> None:
         await run_with(node, session, job, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _refuse_secrets(node: Node, information: os.stat_result) -> None:
+    """Refuse the agent's own keys and settings: no core lies there, and whoever has its key is this node.
+
+    Args:
+        information: of the file that was opened. Its name may be a link's, or lead there over another mount.
+
+    Raises:
+        ForbiddenError: it is a file below the configuration folder.
+    """
+    for folder, _, names in os.walk(node.paths.config):
+        for name in names:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(Path(folder, name).stat(), information):
+                    raise ForbiddenError("GET of a file in the agent's configuration folder.")
 
 
 async def have(node: Node, session: Session, request: Have) -> None:

@@ -16,7 +16,7 @@ from flare.agent.pairing import Pairing
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
 from flare.agent.transfers.running import Transfers
-from flare.engines.discovery import installed_engines
+from flare.engines.discovery import installed_engines, records_stamp
 from flare.identity import Identity
 from flare.paths import Paths
 from flare.settings import Settings
@@ -26,7 +26,8 @@ from flare.wire.handshake import PROTOCOL_VERSION
 from flare.wire.messages import Hello, NodeFacts
 from flare_workers.jobs import Channel, Job, Result
 
-ENGINES_FRESH = 30.0  # seconds: engines come and go by hand
+# Seconds that what PATH and the settings give is believed; what `flare engine install` puts shows at once.
+ENGINES_FRESH = 30.0
 GRANT_LIFE = 24 * 3600  # seconds that a transfer grant lets its members fetch
 
 
@@ -72,6 +73,7 @@ class Node:
     transfers: Transfers = field(default_factory=Transfers)
     _engines: dict[str, str] = field(default_factory=dict)
     _engines_at: float = -ENGINES_FRESH
+    _engines_stamp: object = None
     _kept: set[asyncio.Task[None]] = field(default_factory=set)
     _granted: dict[str, tuple[frozenset[bytes], bytes, float]] = field(default_factory=dict)
 
@@ -81,11 +83,20 @@ class Node:
         task.add_done_callback(self._kept.discard)
 
     async def refresh_engines(self) -> dict[str, str]:
-        """Look for installed engines, at most every half minute; return name to version."""
+        """Look for engines where that may have changed; return name to version."""
         if time.monotonic() - self._engines_at >= ENGINES_FRESH:
+            stamp = records_stamp(self.paths)
             self._engines = await asyncio.to_thread(installed_engines, self.settings, self.paths)
-            self._engines_at = time.monotonic()
-        return self._engines
+            self._engines_at, self._engines_stamp = time.monotonic(), stamp
+        return self.engines()
+
+    def engines(self) -> dict[str, str]:
+        """Return the engines that are here, name to version; one that was just installed is among them."""
+        stamp = records_stamp(self.paths)
+        if stamp != self._engines_stamp:
+            self._engines = installed_engines(self.settings, self.paths)
+            self._engines_stamp = stamp
+        return dict(self._engines)
 
     def facts(self) -> NodeFacts:
         """Return what the node says of itself to those who may know."""
@@ -94,7 +105,7 @@ class Node:
             flare_version=VERSION,
             arch=platform.machine(),
             os=platform.system().lower(),
-            engines=dict(self._engines),
+            engines=self.engines(),
         )
 
     def remember_grant(self, grant: Grant, signer: bytes) -> None:

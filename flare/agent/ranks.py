@@ -198,7 +198,7 @@ class Ranks:
                 status=run.status,
                 signal=run.signal,
                 uptime=run.uptime,
-                url=run.url,
+                url=run.url if run.running else None,  # nobody answers there any more
                 reason=run.reason,
             )
             for run in self.all()[-MAX_REPORTED:]

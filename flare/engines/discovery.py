@@ -117,6 +117,19 @@ def installed_engines(settings: Settings, paths: Paths) -> dict[str, str]:
     return found
 
 
+def records_stamp(paths: Paths) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return what changes whenever an engine is installed or removed; one stat an engine."""
+    return tuple(_stamp(engine_folder(name, paths) / RECORD_NAME) for name in BINARIES)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        information = path.stat()
+    except OSError:
+        return None
+    return information.st_ino, information.st_size, information.st_mtime_ns
+
+
 def engine_folder(name: str, paths: Paths) -> Path:
     """Return the folder that holds the record and the builds of an installed engine."""
     return paths.engines / name

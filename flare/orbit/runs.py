@@ -63,7 +63,10 @@ class Run:
     @property
     def url(self) -> str | None:
         """Where it serves."""
-        return next((rank.report.url for rank in self.ranks if rank.report.url), None)
+        return next(
+            (rank.report.url for rank in self.ranks if rank.report.url and rank.report.state == RUNNING),
+            None,
+        )
 
     @property
     def missing(self) -> tuple[int, ...]:

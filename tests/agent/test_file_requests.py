@@ -96,6 +96,26 @@ def test_get(paired: Agent, controller: Peer, tmp_path: Path) -> None:
     drive(scenario())
 
 
+def test_get_never_gives_the_nodes_own_keys(paired: Agent, controller: Peer, tmp_path: Path) -> None:
+    key = paired.paths.node_key
+    link, hard = tmp_path / "link.safetensors", tmp_path / "hard.safetensors"
+    link.symlink_to(key)
+    hard.hardlink_to(key)
+    settings = paired.paths.config / "config.toml"
+    settings.write_text("")
+    for path in (
+        key,
+        link,
+        hard,
+        paired.paths.controllers_file,
+        settings,
+        key.parent / ".." / "agent/node.key",
+    ):
+        with pytest.raises(ForbiddenError):
+            drive(controller.ask(paired, Get(path=str(path), offset=0, length=10)))
+    assert "GET of a file in the agent's configuration folder" in paired.log()
+
+
 def test_get_and_stat_of_what_is_no_regular_file(paired: Agent, controller: Peer, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")

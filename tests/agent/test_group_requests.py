@@ -199,6 +199,7 @@ def test_failed_rank(paired: Agent, controller: Peer) -> None:
     assert ended.status == 3
     [group] = drive(controller.ask(paired, Status())).groups
     assert (group.state, group.status) == ("failed", 3)
+    assert group.url is None  # nobody answers there any more
     drive(controller.ask(paired, Remove(group=group.launch)))
     assert drive(controller.ask(paired, Status())).groups == ()
     with pytest.raises(NotFoundError, match="There is no launch"):

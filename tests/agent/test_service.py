@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from flare.agent.service import default_name, installed_executable, parse_listen
 from flare.errors import UsageError
+from flare.wire.messages import Status
+from tests.agent.world import Agent, Peer, drive
 
 
 @pytest.mark.parametrize(
@@ -63,3 +66,28 @@ def test_without_a_script_the_module_is(argv0: str) -> None:
     assert words == (sys.executable, "-m", "flare")
     assert path is not None
     assert path.endswith("flare/__main__.py")
+
+
+def test_an_engine_shows_as_soon_as_it_is_installed(paired: Agent, controller: Peer) -> None:
+    folder = paired.paths.engines / "llama.cpp"
+    programs = [folder / "build-1" / name for name in ("llama-server", "ggml-rpc-server")]
+    record = {"version": "b1", "build": "build-1", "programs": [path.name for path in programs]}
+
+    async def engines() -> tuple[dict[str, str], dict[str, str]]:
+        reply = await controller.ask(paired, Status())
+        async with controller.session(paired) as session:
+            assert session.hello.node is not None
+            return dict(reply.engines), dict(session.hello.node.engines)
+
+    async def scenario() -> None:
+        assert await engines() == ({}, {})
+        for path in programs:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("#!/bin/sh\n")
+            path.chmod(0o755)
+        (folder / "engine.json").write_text(json.dumps({**record, "library_path": []}))
+        assert await engines() == ({"llama.cpp": "b1"}, {"llama.cpp": "b1"})
+        (folder / "engine.json").unlink()
+        assert await engines() == ({}, {})
+
+    drive(scenario())
