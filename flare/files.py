@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import math
 import os
 import secrets
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from flare.errors import FlareError, IdentityError, NotFoundError, StorageError
@@ -112,6 +116,73 @@ def remove_unfinished(folder: Path, name: str = "", *, before: float = math.inf)
                 with contextlib.suppress(FileNotFoundError):
                     if path.lstat().st_mtime < before:
                         path.unlink()
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Make a private folder that goes after the block.
+
+    A process that is killed cannot remove its own; whoever makes the next one with that prefix does. It holds
+    a lock, which the kernel drops with the process.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    _remove_abandoned(parent, prefix)
+    lock = None
+    try:
+        while lock is None:  # else somebody took it for an abandoned one before it was locked
+            folder = parent / f"{prefix}{secrets.token_hex(4)}"
+            folder.mkdir(mode=0o700)
+            lock = _lock_folder(folder, required=False)
+    except OSError as problem:
+        raise describe_os_error(problem, "Cannot make the folder") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError):  # it is only tidying up: whatever this is, it stays
+            lock = _lock_folder(folder, required=True) if folder.lstat().st_uid == os.geteuid() else None
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock_folder(folder: Path, *, required: bool) -> int | None:
+    """Return a descriptor that holds a folder's lock; None when somebody else holds it, or has removed it.
+
+    Args:
+        required: whether to raise OSError on a file system without locks, where nothing abandoned is removed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        ours = False
+        try:
+            ours = (
+                _lock(descriptor, required=required) and folder.stat().st_ino == os.fstat(descriptor).st_ino
+            )
+        finally:
+            if not ours:
+                os.close(descriptor)
+        if ours:
+            return descriptor
+    return None
+
+
+def _lock(descriptor: int, *, required: bool) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        if required:
+            raise
+    return True
 
 
 def read_bounded(path: Path, limit: int, what: str, error: type[FlareError] = StorageError) -> bytes:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +62,62 @@ def test_what_killed_writers_left_goes(tmp_path: Path) -> None:
     files.remove_unfinished(tmp_path)
     assert set(tmp_path.iterdir()) == {path}
     files.remove_unfinished(tmp_path / "absent")
+
+
+def test_a_scratch_folder_goes_even_when_its_process_was_killed(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path; from flare.files import scratch_folder\n"
+        "with scratch_folder(Path(sys.argv[1]), '.made-') as folder:\n"
+        "    (folder / 'file').write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    assert (left / "file").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / ".made-link").symlink_to(tmp_path / "other")
+    (tmp_path / ".made-file").touch()
+    with files.scratch_folder(tmp_path, ".made-") as one:
+        assert stat.S_IMODE(one.stat().st_mode) == 0o700
+        with files.scratch_folder(tmp_path, ".made-") as another:
+            assert {one, another} < set(tmp_path.iterdir())
+            assert left not in tmp_path.iterdir()
+    assert {path.name for path in tmp_path.iterdir()} == {"other", ".made-link", ".made-file"}
+    with pytest.raises(StorageError, match="Cannot make the folder"), files.scratch_folder(left, "x"):
+        pass
+
+
+def test_a_scratch_folder_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with files.scratch_folder(tmp_path, "made-") as one:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        with files.scratch_folder(tmp_path, "made-") as another:
+            assert {one, another} == set(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scratch_folder_that_is_taken_for_an_abandoned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    make = Path.mkdir
+
+    def mkdir(path: Path, mode: int = 0o777) -> None:
+        make(path, mode)
+        taken.append(path)
+        if len(taken) == 1:
+            path.rmdir()
+        elif len(taken) == 2:
+            descriptor = os.open(path, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            monkeypatch.setattr(files.secrets, "token_hex", lambda _: f"after-{descriptor}")
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with files.scratch_folder(tmp_path, "made-") as folder:
+        assert [folder] == taken[2:]
+    os.close(int(folder.name.rpartition("-")[2]))
 
 
 def test_no_folder_no_file(tmp_path: Path) -> None:

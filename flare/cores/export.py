@@ -11,7 +11,6 @@ import difflib
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from flare.cores.safetensors import Header, Tensor
 from flare.cores.source import FolderSource, GgufSource, SourceFile, read_source
 from flare.cores.verify import verify_core
 from flare.errors import StorageError, UsageError
-from flare.files import describe_os_error, fsync_folder
+from flare.files import describe_os_error, fsync_folder, scratch_folder
 from flare.paths import safe_component
 from flare.strict_json import canonical
 from flare_workers.blocks import DIGEST_SIZE
@@ -102,20 +101,18 @@ def export_core(
     if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
         raise UsageError(f"{folder} lies inside {source}. Choose an output folder elsewhere.")
     made = _make_folder(folder, primary)
-    staging = folder / f".flare-export-{secrets.token_hex(4)}"
     try:
-        staging.mkdir(mode=0o700)
-        _place_files(plan.files, staging, copy)
-        table, files = _digests(plan.files, staging, progress, processes)
-        members = _members(plan, revision, ranks, layout, files)
-        _write(staging / primary.name, encode_primary(members, table, publisher))
-        # The staged core is read back from the disk: what was digested is what will be published.
-        verify_core(staging / primary.name, progress=progress, processes=processes)
-        _publish(staging, primary)
+        with scratch_folder(folder, ".flare-export-") as staging:
+            _place_files(plan.files, staging, copy)
+            table, files = _digests(plan.files, staging, progress, processes)
+            members = _members(plan, revision, ranks, layout, files)
+            _write(staging / primary.name, encode_primary(members, table, publisher))
+            # The staged core is read back from the disk: what was digested is what will be published.
+            verify_core(staging / primary.name, progress=progress, processes=processes)
+            _publish(staging, primary)
     except OSError as problem:
         raise describe_os_error(problem, "The export failed at") from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
         if made and not any(folder.iterdir()):
             folder.rmdir()
     return primary

@@ -24,6 +24,7 @@ from typing import Final
 
 from flare.engines.discovery import EngineInstall
 from flare.errors import EngineError
+from flare.files import scratch_folder
 from flare.printable import printable
 
 START_LIMIT: Final = 60.0
@@ -57,9 +58,9 @@ def probe_llama_cpp(install: EngineInstall, model: Path | None = None) -> str:
         EngineError: says what died, how, and what would cure it.
     """
     version = _version(install)
-    with tempfile.TemporaryDirectory(prefix="flare-probe-") as folder:
+    with scratch_folder(Path(tempfile.gettempdir()), "flare-probe-") as folder:
         if model is None:
-            model = Path(folder) / "tiny.gguf"
+            model = folder / "tiny.gguf"
             write_tiny_model(model)
         common = ["-m", str(model), "--host", "127.0.0.1", "-c", "256", "-np", "1", "-t", "2", "--offline"]
         port = free_port()
@@ -101,8 +102,8 @@ class _Process:
 
 
 @contextlib.contextmanager
-def _running(install: EngineInstall, argv: Sequence[str], folder: str) -> Iterator[_Process]:
-    log = Path(folder) / f"{Path(argv[0]).name}-{time.monotonic_ns()}.log"
+def _running(install: EngineInstall, argv: Sequence[str], folder: Path) -> Iterator[_Process]:
+    log = folder / f"{Path(argv[0]).name}-{time.monotonic_ns()}.log"
     environment = install.environment({"PATH": os.environ.get("PATH", ""), "GGML_NO_BACKTRACE": "1"})
     with log.open("wb") as output:
         process = subprocess.Popen(

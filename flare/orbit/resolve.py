@@ -12,7 +12,7 @@ from flare.cores.primary import Primary, load_primary, load_primary_isolated
 from flare.cores.reference import CoreReference, LocalReference, NodeReference
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
 from flare.errors import CoreError, FlareError, NotFoundError, UnsupportedError, UsageError
-from flare.files import describe_os_error
+from flare.files import describe_os_error, scratch_folder
 from flare.orbit.client import REQUEST_TIMEOUT, Client
 from flare.orbit.orbit_records import NodeEntry
 from flare.paths import safe_component
@@ -124,8 +124,8 @@ async def resolve_on_node(client: Client, reference: NodeReference) -> Core:
             raise NotFoundError(
                 f"Node {node.name} has no core at {reference.path}. {problem.message}"
             ) from None
-        with tempfile.TemporaryDirectory(prefix="flare-mirror-") as folder:
-            primary = await _mirror(session, reference.path, stat.size, Path(folder))
+        with scratch_folder(Path(tempfile.gettempdir()), "flare-mirror-") as folder:
+            primary = await _mirror(session, reference.path, stat.size, folder)
     core = Core(reference, primary, node, reference.path)
     check_companions(core, {item.name: item.size for item in stat.companions}, f"on node {node.name}")
     return core
