@@ -37,6 +37,8 @@ class Step:
     remedy: str
 
 
+USER_MANAGER = ("systemctl", "--user", "show-environment")  # asks it something, and changes nothing
+
 STEPS = (
     Step(
         ("systemctl", "--user", "daemon-reload"),
@@ -97,17 +99,25 @@ def write_unit(path: Path, text: str) -> None:
     write_atomic(path, text.encode(), mode=0o644)
 
 
-def require_systemd() -> None:
-    """Refuse a host where nothing could run the service.
+def require_systemd(listen: str) -> None:
+    """Refuse a host or a login where nothing could run the service; nothing was written yet.
+
+    Args:
+        listen: the agent's address, for the command that works without systemd.
 
     Raises:
-        UnsupportedError: there is no systemctl.
+        UnsupportedError: there is no systemctl, or no user manager answers it.
     """
     if shutil.which("systemctl") is None:
-        raise UnsupportedError(
-            "There is no systemctl on PATH, so the agent cannot be installed as a service. Run `flare agent` "
-            "under a supervisor of your own."
-        )
+        why = "There is no systemctl on PATH"
+    elif (problem := _run(USER_MANAGER)) is not None:
+        why = f"No systemd user manager answers this login ({problem.rstrip('.')}; one over `su` has none)"
+    else:
+        return
+    raise UnsupportedError(
+        f"{why}, so the agent cannot be installed as a service. Run `flare agent --listen '{listen}'` in a "
+        "terminal or under a supervisor of your own, and `flare agent join-code` in another terminal."
+    )
 
 
 def run_steps() -> list[str]:

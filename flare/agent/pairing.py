@@ -30,7 +30,10 @@ from flare.trust.join_code import (
 )
 from flare.wire.messages import Pair
 
-REFUSED = "This node refused to pair. Its log says why."
+REFUSED = (
+    "This node refused to pair. Its log (journalctl --user -u flare-agent, or the terminal that runs "
+    "`flare agent`) says why."
+)
 
 logger = logging.getLogger("flare.agent")
 

@@ -79,9 +79,13 @@ def run_agent(paths: Paths, options: AgentOptions) -> None:
 def parse_listen(text: str) -> SocketAddress:
     """Return host and port of a listening address; unlike a peer's it may have the port 0.
 
+    A number alone is a port, on every address.
+
     Raises:
         UsageError: it is no address.
     """
+    if text.isascii() and text.isdigit():
+        text = f":{text}"
     if text.startswith(":") and text.count(":") == 1:
         text = f"[::]{text}"
     bare, _, port = text.rpartition(":")

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 @click.group(invoke_without_command=True, context_settings=CONTEXT)
-@click.option("--listen", metavar="ADDR", help="Address and port; default [::]:29900. Port 0: any free one.")
+@click.option(
+    "--listen", metavar="ADDR", help="Address and port, or a port; default [::]:29900. Port 0: any free one."
+)
 @click.option("--name", metavar="NAME", help="The node's name; default: the host name.")
 @click.option("--accept-first", is_flag=True, help="Accept the first controller that connects, for 24 hours.")
 @click.pass_context
@@ -50,14 +52,19 @@ def join_code(code_file: TextIO | None, as_json: bool) -> None:
     """Make a one-time code that pairs one controller with this node, good for 24 hours."""
     import time
 
-    from flare.agent.pairing import install_code
+    from flare.agent.pairing import install_code, read_code
+    from flare.cli.output import warn
     from flare.paths import Paths
     from flare.trust.join_code import decode, format_code, generate
 
     paths = Paths.from_environment()
     code = format_code(decode(_first_line(code_file))) if code_file is not None else generate()
+    older = read_code(paths.join_code_file, time.time())
     expires = install_code(paths, code, time.time())
     _print_invitation(paths, code, expires, as_json)
+    newer = read_code(paths.join_code_file, time.time())
+    if older is not None and older.used_by is None and newer is not None and older.key != newer.key:
+        warn("the code that was made here before pairs nobody any more: only the newest one does.")
 
 
 @agent.command("install")
@@ -116,7 +123,7 @@ def install(
         say(f"Would write {unit}:\n\n{text}")
         say("Would run:\n" + "\n".join(f"  {command}" for command in commands))
         return
-    installation.require_systemd()
+    installation.require_systemd(listen)
     Identity.load_or_create(paths.node_key, "The node key")
     paired = paths.controllers_file.exists()
     if code is None and not accept_first and not paired:
@@ -183,10 +190,17 @@ def status(as_json: bool) -> None:
     from flare.agent.lock import running_agent
     from flare.agent.service import default_name
     from flare.cli.output import print_json, say
+    from flare.errors import NotFoundError
     from flare.identity import Identity
     from flare.paths import Paths
 
     paths = Paths.from_environment()
+    if not paths.node_key.exists():
+        raise NotFoundError(
+            "No agent ever ran here for this account. On a serving host run `flare agent install`, or, "
+            "without systemd, `flare agent --listen '[::]:29900'`. A host that only runs `flare orbit` needs "
+            "no agent: `flare orbit status` shows its nodes."
+        )
     identity = Identity.load(paths.node_key, "The node key")
     running = running_agent(paths.agent_folder / "lock")
     found = read_controllers(paths.controllers_file) if paths.controllers_file.exists() else None
@@ -232,16 +246,20 @@ def _print_invitation(paths: Paths, code: str | None, expires: int, as_json: boo
     from datetime import datetime
 
     from flare.agent.lock import running_agent
-    from flare.agent.service import default_name
+    from flare.agent.service import WILDCARDS, default_name, parse_listen
     from flare.cli.output import print_json, say, warn
     from flare.identity import Identity
-    from flare.settings import DEFAULT_PORT
+    from flare.session import format_address
+    from flare.settings import DEFAULT_PORT, Settings
 
     identity = Identity.load_or_create(paths.node_key, "The node key")
     running = running_agent(paths.agent_folder / "lock")
     paired = paths.controllers_file.exists()
-    port = int(running.listen[0].rpartition(":")[2]) if running and running.listen else DEFAULT_PORT
-    host = socket.gethostname() + ("" if port == DEFAULT_PORT else f":{port}")
+    listen = running.listen[0] if running and running.listen else Settings.load(paths).agent.listen
+    bound, port = parse_listen(listen)
+    host = socket.gethostname() if bound in WILDCARDS else bound
+    if port not in (DEFAULT_PORT, 0):
+        host = format_address(host, port)
     name = running.name if running else default_name()
     command = f"flare orbit pair {host}" + ("" if code is None else " --code -")
     if as_json:
@@ -272,5 +290,10 @@ def _print_invitation(paths: Paths, code: str | None, expires: int, as_json: boo
     else:
         say(f"\nThe first controller that connects until {moment} is accepted. On the controller:")
         say(f"  {command}")
+    if bound.startswith("127.") or bound in ("::1", "localhost"):
+        warn(
+            f"the agent listens on {bound} alone, which only this host reaches; "
+            f"--listen '[::]:{port}' opens it."
+        )
     if running is None:
         warn("no agent runs here yet. Start it: `flare agent install`, or `flare agent` in this terminal.")

@@ -164,7 +164,8 @@ class _Pairer:
         return (
             "The code is wrong (every host has its own), used or older than 24 hours, or the node is paired "
             "already. On the host, `flare agent join-code` prints a new code, `flare agent reset` makes it "
-            "unpaired, and the agent's log (journalctl --user -u flare-agent) says which it was."
+            "unpaired, and the agent's log (journalctl --user -u flare-agent, or the terminal that runs "
+            "`flare agent`) says which it was."
         )
 
     def record(

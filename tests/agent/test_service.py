@@ -22,6 +22,8 @@ from tests.agent.world import Agent, Peer, drive
         ("127.0.0.1", ("127.0.0.1", 29900)),
         (":0", ("::", 0)),
         (":29901", ("::", 29901)),
+        ("29902", ("::", 29902)),
+        ("0", ("::", 0)),
         ("::", ("::", 29900)),
         ("::1", ("::1", 29900)),
         ("[::1]:0", ("::1", 0)),
@@ -33,7 +35,7 @@ def test_listening_addresses(text: str, expected: tuple[str, int]) -> None:
     assert parse_listen(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a b", "host:", "host:x", "[::1", "host:70000"])
+@pytest.mark.parametrize("text", ["", "a b", "host:", "host:x", "[::1", "host:70000", "70000"])
 def test_what_is_no_listening_address(text: str) -> None:
     with pytest.raises(UsageError):
         parse_listen(text)

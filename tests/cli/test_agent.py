@@ -74,9 +74,29 @@ def test_join_code_names_the_port_of_a_running_agent(node: Agent) -> None:
     node.start("--name", "spark-1")
     answer = json.loads(node.command("agent", "join-code", "--json").stdout)
     assert answer["name"] == "spark-1"
-    assert answer["command"] == f"flare orbit pair {socket.gethostname()}:{node.port} --code -"
+    assert answer["command"] == f"flare orbit pair 127.0.0.1:{node.port} --code -"
     assert (answer["running"], answer["paired"]) == (True, False)
     assert answer["fingerprint"] == node.fingerprint
+
+
+def test_join_code_names_the_host_where_the_agent_listens_everywhere(node: Agent) -> None:
+    node.start(listen="0")
+    done = node.command("agent", "join-code")
+    assert f"flare orbit pair {socket.gethostname()}:{node.port} --code -" in done.stdout
+    assert "only this host reaches" not in done.stderr
+
+
+def test_join_code_says_that_an_older_one_is_gone(node: Agent) -> None:
+    node.start(listen="127.0.0.3:0")
+    first = node.command("agent", "join-code")
+    assert f"flare orbit pair 127.0.0.3:{node.port} --code -" in first.stdout
+    assert "the agent listens on 127.0.0.3 alone, which only this host reaches" in first.stderr
+    assert "pairs nobody any more" not in first.stderr
+    second = node.command("agent", "join-code")
+    assert "the code that was made here before pairs nobody any more" in second.stderr
+    code = re.findall(r"Join code: +(\S+)", second.stdout)[0]
+    again = node.command("agent", "join-code", "--code-file", "-", input=code)
+    assert "pairs nobody any more" not in again.stderr  # it is the same one
 
 
 def test_join_code_of_a_paired_node_warns(node: Agent) -> None:
@@ -86,7 +106,11 @@ def test_join_code_of_a_paired_node_warns(node: Agent) -> None:
 
 
 def test_status(node: Agent) -> None:
-    assert node.command("agent", "status").returncode == 11  # no key yet
+    fresh = node.command("agent", "status")
+    assert fresh.returncode == 11
+    assert "No agent ever ran here" in fresh.stderr
+    assert "run `flare agent install`" in fresh.stderr
+    assert "A host that only runs `flare orbit` needs no agent" in fresh.stderr
     node.start("--accept-first", "--name", "spark-1")
     assert "Controllers:  none" in node.command("agent", "status").stdout
     drive(Peer(1, "workstation").pair(node, None))
@@ -119,6 +143,7 @@ def test_install_writes_the_unit_and_starts_it(node: Agent) -> None:
     done = node.command("agent", "install", "--listen", "127.0.0.1:29901", "--name", "spark-1")
     assert done.returncode == 0, done.stderr
     assert log.read_text().splitlines() == [
+        "systemctl --user show-environment",
         "systemctl --user daemon-reload",
         "systemctl --user enable flare-agent.service",
         "systemctl --user restart flare-agent.service",
@@ -205,6 +230,18 @@ def test_install_without_systemd(node: Agent) -> None:
     done = node.command("agent", "install")
     assert done.returncode == 14
     assert "There is no systemctl on PATH" in done.stderr
+    assert "Run `flare agent --listen '[::]:29900'` in a terminal" in done.stderr
+    assert not node.paths.node_key.exists()
+
+
+def test_install_where_no_user_manager_answers(node: Agent) -> None:
+    log = with_systemd(node, failing="show-environment")
+    done = node.command("agent", "install", "--listen", "29901")
+    assert done.returncode == 14
+    [line] = done.stderr.splitlines()
+    assert "No systemd user manager answers this login (Failed to connect to bus: No medium found" in line
+    assert "Run `flare agent --listen '29901'` in a terminal" in line
+    assert log.read_text() == "systemctl --user show-environment\n"
     assert not node.paths.node_key.exists()
 
 
