@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flare.agent.transfers.holding import shared_lock
@@ -28,7 +29,7 @@ from flare.errors import (
     UnreachableError,
 )
 from flare.session import Session
-from flare.wire.messages import Controllers, Status, TransferProgress, TransferReply
+from flare.wire.messages import Controllers, Get, Put, Status, TransferProgress, TransferReply
 from tests.agent.transfer_world import (
     MIB,
     Gate,
@@ -40,7 +41,7 @@ from tests.agent.transfer_world import (
     start,
     until,
 )
-from tests.agent.world import Agent, Peer, descendants_of, drive
+from tests.agent.world import Agent, Peer, descendants_of, drive, wait_for
 from tests.cores.making import digest_table, members, write_core, write_packed_core
 
 
@@ -220,6 +221,27 @@ def test_the_source_is_killed(pair: tuple[Agent, Agent], controller: Peer, tmp_p
     assert busy_workers(destination) == []
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_node_whose_spawner_was_killed_says_so(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path, which: int
+) -> None:
+    push = a_push(pair, controller, tmp_path)
+    process = pair[which].process
+    assert process is not None
+    (spawner,) = psutil.Process(process.pid).children()
+    spawner.kill()
+    wait_for(lambda: not psutil.pid_exists(spawner.pid), what="collecting it")
+    name = drive(controller.ask(pair[which], Status())).name
+    sentence = f"Node {name} moves no bytes any more: .* `systemctl --user restart flare-agent`"
+    with pytest.raises(TransferError, match=f"from hertz: {sentence}"):
+        drive(push.ask(pair[1]))
+    for request in (Get(str(push.path), 0, 9), Put(kind="core", name=f"{push.entry()}/x", size=9)):
+        with pytest.raises(TransferError, match=f"^{sentence}"):
+            drive(controller.ask(pair[which], request))
+    nothing_left(pair[1])
+    assert pair[which].stop() == 0
+
+
 def test_a_stream_that_stalls(new_agent: Callable[..., Agent], controller: Peer, tmp_path: Path) -> None:
     source, destination = new_agent("source"), new_agent("destination")
     settings = destination.paths.settings_file
@@ -344,7 +366,7 @@ def test_a_controller_that_is_removed(pair: tuple[Agent, Agent], controller: Pee
                 await controller.ask(source, Controllers(alone.after(2)))
                 await until(lambda: not busy_workers(source))
                 gate.open()
-                with pytest.raises(TransferError):
+                with pytest.raises((TransferError, UnreachableError), match="Stream"):
                     await outcome(session)
         nothing_left(destination)
         await controller.ask(source, Controllers(alone.after(2)))
