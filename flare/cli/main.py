@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None, **extra: Any) -> NoReturn:
     try:
         status = cli.main(args=arguments, prog_name="flare", standalone_mode=False, **extra)
     except click.ClickException as problem:
-        problem.show()
+        _explain_usage(problem)
         raise SystemExit(problem.exit_code) from None
     except (KeyboardInterrupt, click.Abort):
         click.echo("flare: interrupted.", err=True)  # click has ended the line of ^C
@@ -136,6 +136,19 @@ def keep_standard_streams() -> None:
 def _drop_output() -> None:
     """Let what standard output could not take go to /dev/null: Python would complain of it while it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _explain_usage(problem: click.ClickException) -> None:
+    """Print what click found wrong in the words as every other error is printed, and where help is."""
+    from flare.cli.output import fail, note
+
+    context = problem.ctx if isinstance(problem, click.UsageError) else None
+    if isinstance(problem, click.exceptions.NoArgsIsHelpError):
+        problem.show()  # a group without a command: its help, and no complaint
+        return
+    fail(problem.format_message())
+    if context is not None:
+        note(f"{context.get_usage()}\n`{context.command_path} --help` explains it.")
 
 
 def _explain(problem: Exception) -> int:

@@ -10,7 +10,7 @@ from flare.cli import output
 from flare.cli.orbit_common import cluster_option, json_option, open_controller, run_async
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from flare.wire.messages import CoreReport
 
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 @cluster_option
 @json_option
 def cores(cluster: str | None, as_json: bool) -> None:
-    """List every cache directory of the cluster's nodes: files, bytes on disk, verified or not.
+    """List every cache directory of the cluster's nodes: which core, files, bytes on disk, verified or not.
+
+    VERIFIED is "yes" once all that lies there was held against the core's signed digests. Nodes do that with
+    what they fetch from each other; what a controller uploaded says "not yet" until a rank has digested it,
+    which every rank does before it loads unverified data. Nothing is wrong with it.
 
     \b
     Example:  flare orbit cores --cluster sparks
     """
     from flare.orbit.client import Client
     from flare.orbit.groups import warn_unreachable
-    from flare.orbit.status import cores_document
+    from flare.orbit.status import core_names, cores_document
 
     controller = open_controller(quiet=as_json)
     client = Client(controller)
@@ -43,22 +47,27 @@ def cores(cluster: str | None, as_json: bool) -> None:
         for core in answer.reply.cores
     ]
     if found:
-        print_cores(found)
+        print_cores(found, core_names(answers))
     else:
         output.say("No node has a core in its cache.")
 
 
-def print_cores(cores_of_nodes: Sequence[tuple[str, CoreReport]]) -> None:
-    """Print one row a cache directory."""
+def print_cores(cores_of_nodes: Sequence[tuple[str, CoreReport]], names: Mapping[str, str]) -> None:
+    """Print one row a cache directory.
+
+    Args:
+        names: what the cores are called, by export.
+    """
     output.table(
-        ("node", "core", "files", "on disk", "verified"),
+        ("node", "core", "files", "on disk", "verified", "directory"),
         [
             (
                 node,
-                core.name,
+                names.get(core.export or ""),
                 len(core.files),
                 output.human_bytes(core.bytes),
-                "yes" if core.verified else "no",
+                "yes" if core.verified else "not yet",
+                core.name,
             )
             for node, core in cores_of_nodes
         ],

@@ -33,14 +33,7 @@ def ls(cluster: str | None, as_json: bool) -> None:
     nodes = controller.orbit.scope(cluster)
     listing = run_async(list_groups(client, nodes))
     if as_json:
-        saved = [
-            {"name": entry.definition.name, "core": entry.definition.core, "state": entry.state}
-            for entry in listing.saved
-        ]
-        away = [answer.node.name for answer in listing.answers if answer.reply is None]
-        output.print_json(
-            {"runs": [run.to_json() for run in listing.runs], "saved": saved, "unreachable": away}
-        )
+        output.print_json(listing.to_json())
         return
     warn_unreachable(client, listing.answers)
     if listing.runs:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def status(cluster: str | None, as_json: bool) -> None:
     """Show every node of a cluster: reachable or not, its devices, its groups, its cache.
 
+    A cached core that was uploaded is verified "not yet": each rank digests it when it loads it.
+
     Ends with exit code 4 when no node answered.
 
     \b
@@ -73,9 +75,10 @@ def _print(answers: Sequence[Answer[StatusReply]]) -> None:
     cores = [(node, core) for node, reply in replies for core in reply.cores]
     if cores:
         from flare.cli.orbit_cores import print_cores
+        from flare.orbit.status import core_names
 
         output.say()
-        print_cores(cores)
+        print_cores(cores, core_names(answers))
     for answer in answers:
         if answer.error is not None:
             output.warn(answer.error.message)

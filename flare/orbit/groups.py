@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import Any
 
 from flare.errors import BusyError, FlareError, NotFoundError, UnreachableError
 from flare.orbit.client import Answer, Client, required
@@ -23,6 +25,23 @@ class Listing:
     runs: list[Run]
     saved: list[SavedState]
     answers: list[Answer[StatusReply]]
+
+    def to_json(self) -> dict[str, Any]:
+        """The listing for scripts; every member is always there, null where nothing is known."""
+        references = {entry.definition.name: entry.definition.core for entry in self.saved}
+        return {
+            "runs": [
+                {**run.to_json(), "core_reference": _reference(run, references.get(run.name))}
+                for run in self.runs
+            ],
+            "saved": [{**asdict(entry.definition), "state": entry.state} for entry in self.saved],
+            "unreachable": [answer.node.name for answer in self.answers if answer.reply is None],
+        }
+
+
+def _reference(run: Run, saved: str | None) -> str | None:
+    """The word CORE of a run, where its saved group still names a file of that name; nodes keep no more."""
+    return saved if saved is not None and PurePosixPath(saved).name == run.core else None
 
 
 async def list_groups(client: Client, nodes: Sequence[NodeEntry]) -> Listing:
@@ -45,10 +64,12 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
     """
     listing = await list_groups(client, nodes)
     warn_unreachable(client, listing.answers)
-    runs = select_runs(listing.runs, selector)
-    if selector is not None and any(run.running for run in runs):
-        # A name that runs means the run that runs; older ones are chosen by their launch identifier.
-        runs = [run for run in runs if run.running]
+    matching = select_runs(listing.runs, selector)
+    # A name that runs means the run that runs; older ones are chosen by their launch identifier.
+    running = [run for run in matching if run.running]
+    runs = matching if selector is None or not running else running
+    if selector is not None and len(matching) > 1:
+        _tell_which(client, selector, matching, runs)
     labels = _labels(runs)
     streams: dict[str, list[RankStream]] = {run.launch: [] for run in runs}
     problems = []
@@ -72,6 +93,19 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
     await follow(following, client.controller.reporter)
     for run in runs:
         raise_for_failures(streams[run.launch], run.name)
+
+
+def _tell_which(client: Client, name: str, matching: Sequence[Run], followed: Sequence[Run]) -> None:
+    """Say which launches a name stands for, and which of them are followed."""
+    lines = [
+        f"  {run.launch}  {run.state} on {', '.join(rank.node.name for rank in run.ranks)}"
+        + ("" if run in followed else ", not followed")
+        for run in matching
+    ]
+    client.controller.reporter.note(
+        f"{len(matching)} launches are called {name}; give one of these to follow it alone:\n"
+        + "\n".join(lines)
+    )
 
 
 def _labels(runs: Sequence[Run]) -> dict[str, str | None]:

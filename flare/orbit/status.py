@@ -2,51 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from flare.orbit.client import Answer
 from flare.orbit.runs import collect_runs
-from flare.wire.messages import StatusReply
+from flare.wire.messages import CoreReport, GpuReport, StatusReply
+
+NAMELESS = "model.safetensors"  # cores.index.CACHED_PRIMARY; its import would slow `flare orbit status`
+_ENTRY = re.compile(r"[0-9a-f]{32}-(\d{1,16})(?:-rank\d{1,4})?\Z")
 
 
 def status_document(answers: Sequence[Answer[StatusReply]]) -> dict[str, Any]:
-    """Return nodes and groups; a node that did not answer has its error instead of its state."""
+    """Return nodes and groups; every member is always there, null where nothing is known."""
+    names = core_names(answers)
     return {
-        "nodes": [_node(answer) for answer in answers],
+        "nodes": [_node(answer, names) for answer in answers],
         "groups": [run.to_json() for run in collect_runs(answers)],
     }
 
 
-def _node(answer: Answer[StatusReply]) -> dict[str, Any]:
-    document: dict[str, Any] = {
+def core_names(answers: Sequence[Answer[StatusReply]]) -> dict[str, str]:
+    """Return what the cached cores are called, by export: some directory of it has a file that says so."""
+    names: dict[str, str] = {}
+    for answer in answers:
+        for report in answer.reply.cores if answer.reply is not None else ():
+            name = _name_in(report)
+            if report.export is not None and name is not None:
+                names.setdefault(report.export, name)
+    return names
+
+
+def _name_in(report: CoreReport) -> str | None:
+    """The stem of the primary, which has the length that the directory's name says; else of a GGUF model."""
+    match = _ENTRY.match(report.name)
+    length = int(match.group(1)) if match else -1
+    paths = [PurePosixPath(file.path) for file in report.files if file.size == length]
+    for path in paths:
+        if path.suffix == ".safetensors" and len(path.parts) == 1 and path.name != NAMELESS:
+            return path.stem
+    models = (PurePosixPath(file.path) for file in report.files)
+    return next((path.stem for path in models if path.suffix == ".gguf"), None)
+
+
+def _node(answer: Answer[StatusReply], names: Mapping[str, str]) -> dict[str, Any]:
+    facts = answer.hello.node if answer.hello is not None else None
+    status = answer.reply
+    return {
         "name": answer.node.name,
         "address": answer.node.address,
         "fingerprint": answer.node.fingerprint,
-        "reachable": answer.reply is not None,
+        "reachable": status is not None,
+        "error": answer.error and {"code": answer.error.code, "message": answer.error.message},
+        "flare_version": facts and facts.flare_version,
+        "arch": facts and facts.arch,
+        "os": facts and facts.os,
+        "executable": answer.hello and answer.hello.executable,
+        "controllers_revision": status and status.controllers_revision,
+        "engines": status and dict(status.engines),
+        "cache_free": status and status.cache_free,
+        "gpus": status and [_gpu(gpu) for gpu in status.gpus],
+        "cores": status and [_core(core, names) for core in status.cores],
     }
-    if answer.error is not None:
-        document["error"] = {"code": answer.error.code, "message": answer.error.message}
-    if answer.hello is not None and answer.hello.node is not None:
-        facts = answer.hello.node
-        document |= {"flare_version": facts.flare_version, "arch": facts.arch, "os": facts.os}
-        document["executable"] = answer.hello.executable
-    if answer.reply is not None:
-        status = answer.reply
-        document |= {
-            "controllers_revision": status.controllers_revision,
-            "engines": dict(status.engines),
-            "cache_free": status.cache_free,
-            "gpus": [gpu.to_json() for gpu in status.gpus],
-            "cores": [core.to_json() for core in status.cores],
-        }
-    return document
+
+
+def _gpu(gpu: GpuReport) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "revision": gpu.revision,
+        "memory_total": gpu.memory_total,
+        "memory_free": gpu.memory_free,
+        "group": gpu.group,
+    }
+
+
+def _core(core: CoreReport, names: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": core.name,
+        "core": names.get(core.export or ""),
+        "export": core.export,
+        "index_sha256": core.index_sha256,
+        "publisher": core.publisher,
+        "files": [file.to_json() for file in core.files],
+        "verified": core.verified,
+        "bytes": core.bytes,
+    }
 
 
 def cores_document(answers: Sequence[Answer[StatusReply]]) -> list[dict[str, Any]]:
     """Return every cached core of every node that answered."""
+    names = core_names(answers)
     return [
-        {"node": answer.node.name, **core.to_json()}
+        {"node": answer.node.name, **_core(core, names)}
         for answer in answers
         if answer.reply is not None
         for core in answer.reply.cores

@@ -48,6 +48,35 @@ def test_an_unknown_command_names_the_nearest() -> None:
     assert "Did you mean `flare orbit`?" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (("orbit", "run", "--nam", "x"), "No such option '--nam'. Did you mean '--name'?", "flare orbit run"),
+        (("orbit", "pair"), "Missing argument 'HOST...'.", "flare orbit pair"),
+        (("publisher", "shwo"), "No such command 'shwo'. Did you mean 'show'?", "flare publisher"),
+        (
+            ("orbit", "statsu"),
+            "There is no command `statsu`. Did you mean `flare orbit status`?",
+            "flare orbit",
+        ),
+    ],
+)
+def test_wrong_words_look_like_every_other_error(words: tuple[str, ...], error: str, hint: str) -> None:
+    result = flare(*words)
+    assert (result.returncode, result.stdout) == (2, "")
+    first, usage, last = result.stderr.splitlines()
+    assert first == f"flare: error: {error}"
+    assert usage.startswith(f"Usage: {hint} ")
+    assert last == f"`{hint} --help` explains it."
+
+
+def test_a_group_without_a_command_shows_its_help() -> None:
+    result = flare("orbit")
+    assert result.returncode == 2
+    assert "error" not in result.stderr
+    assert "Pair nodes with this controller" in result.stderr
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str) -> None:
     result = flare("completion", shell)

@@ -147,6 +147,11 @@ def test_detach_attach_stop_and_rm(orbit: Lab, tmp_path: Path) -> None:
     second = orbit.flare("orbit", "run", str(core), "--name", "glm", "--detach")
     assert "has the core in its cache already" in second.err
     launches = [str(run["launch"]) for run in orbit.runs()]
+    with orbit.running("orbit", "attach", "glm") as process:
+        told = "".join(read_until(process, "] serving"))
+    assert "2 launches are called glm; give one of these to follow it alone" in told
+    assert f"  {launches[0]}  exited on maxwell, hertz, not followed\n" in told
+    assert f"  {launches[1]}  running on maxwell, hertz\n" in told
     assert orbit.flare("orbit", "stop").code == 0
     removed = orbit.flare("orbit", "rm", launches[0])
     assert removed.out == f"Removed the history of {launches[0]}.\n"
@@ -261,7 +266,7 @@ def test_a_large_file_goes_over_several_connections_and_arrives_whole(orbit: Lab
     (arrived,) = (tmp_path / "maxwell/.cache/flare/cores").glob("*/model/Tiny.gguf")
     assert hashlib.sha256(arrived.read_bytes()).digest() == hashlib.sha256(pattern(size)).digest()
     assert orbit.flare("orbit", "stop").code == 0
-    assert re.search(r"maxwell +\S+ +3 +\d+\.\d MB +no", orbit.flare("orbit", "cores").out)
+    assert re.search(r"maxwell +tiny +3 +\d+\.\d MB +not yet +\S+", orbit.flare("orbit", "cores").out)
 
 
 def test_a_rank_zero_that_holds_the_core_needs_no_way_to_it(orbit: Lab, tmp_path: Path) -> None:
@@ -451,4 +456,4 @@ def test_a_core_on_another_node_is_fetched_before_ranks_start(orbit: Lab, tmp_pa
         assert orbit.flare("orbit", "stop").code == 0
     (arrived,) = (tmp_path / "maxwell/.cache/flare/cores").glob("*/model/Tiny.gguf")
     assert arrived.read_bytes() == pattern(3 * MIB + 17)
-    assert re.search(r"maxwell +\S+ +3 +\S+ MB +yes", orbit.flare("orbit", "cores").out)
+    assert re.search(r"maxwell +tiny +3 +\S+ MB +yes", orbit.flare("orbit", "cores").out)

@@ -121,7 +121,7 @@ def test_each_node_gets_its_ranks_data_and_the_first_one_everything(orbit: Lab, 
     assert "maxwell has the complete core in its cache already." in again.err
     assert "hertz: rank 1's data, 2,097,152 bytes verified in its cache already." in again.err
     listed = orbit.flare("orbit", "cores").out
-    assert re.search(r"hertz +\S+-rank1 +2 +2\.\d MB +yes", listed)
+    assert re.search(r"hertz +\S+ +2 +2\.\d MB +yes +\S+-rank1", listed)
 
 
 def test_a_member_that_holds_the_core_is_skipped_and_the_others_pull_from_it(
