@@ -107,6 +107,7 @@ CORE = m.CoreReport(
     files=(m.CachedFile(PACKAGE.files[0], PACKAGE.length, PACKAGE.length),),
     verified=True,
     bytes=PACKAGE.length,
+    publisher=PACKAGE.publisher,
 )
 RANGES = ((0, 1_048_576), (4_194_304, 2_097_152))
 
@@ -121,6 +122,8 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.HaveReply(True, verified=False),
     m.Put("executable", "flare-0011223344556677", 1000),
     m.Put("core", f"{CORE.name}/{PACKAGE.files[0]}", PACKAGE.length, RANGES),
+    m.Have("core", f"{CORE.name}/{PACKAGE.files[0]}", PACKAGE.length, publisher=PACKAGE.publisher),
+    m.Put("core", f"{CORE.name}/{PACKAGE.files[0]}", PACKAGE.length, publisher=PACKAGE.publisher),
     m.PutReply(),
     m.PutReply(already=True),
     m.PutDone(3_145_728),
