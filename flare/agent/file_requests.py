@@ -136,6 +136,7 @@ async def get(node: Node, session: Session, request: Get) -> None:
     descriptor, information = await asyncio.to_thread(open_source, request.path)
     try:
         await asyncio.to_thread(_refuse_secrets, node, information)
+        node.check_workers()
         length = max(min(request.length, information.st_size - request.offset), 0)
         await session.send(GetReply(length=length))
         name = Path(request.path).name
@@ -232,6 +233,7 @@ async def put(node: Node, session: Session, request: Put) -> None:
         )
     except ValueError as problem:
         raise RemoteProtocolError(f"PUT: {problem}.") from None
+    node.check_workers()
     stream = await node.arrivals.begin(place, request.size, ranges, request.publisher)
     if stream is None:
         await session.send(PutReply(already=True))

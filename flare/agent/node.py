@@ -17,6 +17,7 @@ from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
 from flare.agent.transfers.running import Transfers
 from flare.engines.discovery import installed_engines, records_stamp
+from flare.errors import TransferError
 from flare.identity import Identity
 from flare.paths import Paths
 from flare.settings import Settings
@@ -33,6 +34,10 @@ GRANT_LIFE = 24 * 3600  # seconds that a transfer grant lets its members fetch
 
 class Pool(Protocol):
     """What the handlers need of flare_workers.pool.WorkerPool."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether there are workers, or can be."""
 
     def run(
         self,
@@ -97,6 +102,18 @@ class Node:
             self._engines = installed_engines(self.settings, self.paths)
             self._engines_stamp = stamp
         return dict(self._engines)
+
+    def check_workers(self) -> None:
+        """Refuse what workers do, before anything is promised.
+
+        Raises:
+            TransferError: there are no workers any more.
+        """
+        if not self.pool.usable:
+            raise TransferError(
+                f"Node {self.name} moves no bytes any more: the process that starts its workers ended. "
+                "Restart its agent; the installed one with `systemctl --user restart flare-agent`."
+            )
 
     def facts(self) -> NodeFacts:
         """Return what the node says of itself to those who may know."""

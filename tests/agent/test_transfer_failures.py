@@ -233,10 +233,10 @@ def test_a_node_whose_spawner_was_killed_says_so(
     wait_for(lambda: not psutil.pid_exists(spawner.pid), what="collecting it")
     name = drive(controller.ask(pair[which], Status())).name
     sentence = f"Node {name} moves no bytes any more: .* `systemctl --user restart flare-agent`"
-    with pytest.raises(TransferError, match=f"from hertz: {sentence}"):
+    with pytest.raises(TransferError, match=f"from hertz: .*{sentence}"):
         drive(push.ask(pair[1]))
     for request in (Get(str(push.path), 0, 9), Put(kind="core", name=f"{push.entry()}/x", size=9)):
-        with pytest.raises(TransferError, match=f"^{sentence}"):
+        with pytest.raises(TransferError, match=sentence):
             drive(controller.ask(pair[which], request))
     nothing_left(pair[1])
     assert pair[which].stop() == 0

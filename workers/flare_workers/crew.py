@@ -83,6 +83,13 @@ class Crew:
         self._shrink_timer: asyncio.TimerHandle | None = None
         self._spawner_ended = False
         self._collecting: asyncio.TimerHandle | None = None
+        with contextlib.suppress(RuntimeError):  # no event loop yet: then the first job listens
+            self._attach()
+
+    @property
+    def usable(self) -> bool:
+        """Whether there are workers, or can be."""
+        return not self._spawner_ended
 
     def reports(self) -> tuple[WorkerReport, ...]:
         """Every worker there is now."""
@@ -214,9 +221,10 @@ class Crew:
 
     def _attach(self) -> None:
         if not self._attached:
+            loop = asyncio.get_running_loop()
             self._attached = True
             self._handle.connection.setblocking(False)
-            asyncio.get_running_loop().add_reader(self._handle.connection, self._hear)
+            loop.add_reader(self._handle.connection, self._hear)
 
     def _hear(self) -> None:
         try:

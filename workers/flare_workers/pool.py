@@ -92,6 +92,11 @@ class WorkerPool:
                     _shut_down(each)
                     each.close()
 
+    @property
+    def usable(self) -> bool:
+        """Whether jobs can be carried out: no more once the spawner ended."""
+        return self._crew.usable and not self._closed
+
     def reports(self) -> tuple[WorkerReport, ...]:
         """Every worker there is now."""
         return self._crew.reports()

@@ -247,6 +247,7 @@ class Stream:
             raise
 
     async def _ask(self, path: str, size: int, ranges: Ranges) -> Session:
+        self._node.check_workers()
         if self._session is None or self._session.ended:
             self._session = await self._route.connect(self._number)
         session = self._session

@@ -115,6 +115,7 @@ async def _send(
         requester: whom the bytes go to.
         expected: the file's size in bytes, as the requester knows it.
     """
+    node.check_workers()
     with contextlib.ExitStack() as held:
         if copy.entry is not None:
             held.enter_context(node.cache.pinned(str(copy.entry)))
@@ -145,6 +146,7 @@ async def _relay(node: Node, session: Session, hop: FabricHop, request: FetchFab
     """Ask the hop before for the same bytes, and pass its records on one by one."""
     assert hop.upstream is not None
     assert hop.upstream_link is not None
+    node.check_workers()
     before = hop.upstream.name
     host, port = hop.upstream_link.from_socket
     stall_timeout = node.settings.agent.stall_timeout
