@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from flare.cli import output
-from flare.cli.orbit_common import cluster_option, complete_groups, open_controller, run_async
+from flare.cli.orbit_common import cluster_option, complete_runs, open_controller, run_async
 
 
 @click.command(short_help="Follow a group's output; Ctrl-C detaches.")
-@click.argument("group", required=False, shell_complete=complete_groups)
+@click.argument("group", required=False, shell_complete=complete_runs)
 @cluster_option
 def attach(group: str | None, cluster: str | None) -> None:
     """Follow what a group's ranks print: what their agents kept, then live.

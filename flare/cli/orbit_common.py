@@ -13,9 +13,13 @@ from flare.cli import output
 
 if TYPE_CHECKING:
     from flare.orbit.controller import Controller
+    from flare.orbit.orbit_records import NodeEntry
     from flare.orbit.reporter import Bar
+    from flare.wire.messages import Hello, StatusReply
 
 Result = TypeVar("Result")
+
+COMPLETION_SECONDS = 1.0  # a shell that hangs at Tab is worse than a name that is missing
 
 
 def _names(kind: str, prefix: str) -> list[str]:
@@ -46,6 +50,44 @@ def complete_groups(_context: click.Context, _parameter: click.Parameter, incomp
     return _names("group", incomplete)
 
 
+def complete_runs(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a saved group or of a run; behind the whole name, launch identifiers."""
+    runs = _runs()
+    names = _names("group", incomplete) + [name for name, _ in runs if name.startswith(incomplete)]
+    launches = [launch for _, launch in runs if launch.startswith(incomplete)]
+    return list(dict.fromkeys(names or launches))
+
+
+def _runs() -> list[tuple[str, str]]:
+    """(name, launch) of what nodes run or keep; a node that does not answer in a moment completes nothing."""
+    import asyncio
+
+    from flare.errors import FlareError, UnreachableError
+    from flare.orbit.client import Client
+    from flare.orbit.controller import Controller
+    from flare.paths import Paths
+    from flare.wire.messages import Status
+
+    paths = Paths.from_environment()
+    if not paths.controller_key.exists():
+        return []  # to complete a word is no reason to make a key
+
+    async def ask(node: NodeEntry) -> tuple[Hello, StatusReply]:
+        try:
+            async with asyncio.timeout(COMPLETION_SECONDS):
+                return await client.ask(node, Status())
+        except TimeoutError:
+            raise UnreachableError("Too slow for a person who pressed Tab.") from None
+
+    try:
+        client = Client(Controller.open(paths, SilentReporter()))
+        answers = asyncio.run(client.for_all(client.controller.orbit.nodes, ask))
+    except FlareError:
+        return []
+    replies = [answer.reply for answer in answers if answer.reply is not None]
+    return [(group.name, group.launch) for reply in replies for group in reply.groups]
+
+
 def complete_nodes(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete the last name of a list of nodes."""
     before, comma, last = incomplete.rpartition(",")
@@ -59,6 +101,23 @@ cluster_option = click.option(
     help="The cluster of orbit.toml to work on; the only one is the default.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for scripts.")
+
+
+class SilentReporter:
+    """Says nothing, for the shell's completion."""
+
+    def say(self, text: str, /) -> None:
+        """Drop a line of the result."""
+
+    note = waiting = warn = say
+
+    def confirm(self, question: str, /) -> bool | None:
+        """Nobody can be asked."""
+        return None
+
+    def progress(self) -> AbstractContextManager[Callable[[str, int | None], Bar]]:
+        """Show no bar."""
+        return output.progress()
 
 
 class TerminalReporter:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from flare.cli.orbit_common import complete_groups, open_controller, run_async
+from flare.cli.orbit_common import complete_runs, open_controller, run_async
 
 
 @click.command(short_help="Remove a stopped group's definition and history.")
-@click.argument("group", shell_complete=complete_groups)
+@click.argument("group", shell_complete=complete_runs)
 def rm(group: str) -> None:
     """Remove a saved group and the history of all its runs; with a launch identifier only that run's history.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from flare.cli.orbit_common import cluster_option, complete_groups, open_controller, run_async
+from flare.cli.orbit_common import cluster_option, complete_runs, open_controller, run_async
 
 
 @click.command(short_help="Stop groups, rank zero first.")
-@click.argument("group", required=False, shell_complete=complete_groups)
+@click.argument("group", required=False, shell_complete=complete_runs)
 @cluster_option
 @click.option("--now", is_flag=True, help="End running requests at once instead of finishing them.")
 def stop(group: str | None, cluster: str | None, now: bool) -> None:

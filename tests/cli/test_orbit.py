@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,7 +237,7 @@ def test_without_a_terminal_the_publisher_must_be_named(
 
 
 def test_names_of_the_orbit_file_complete(flare: Flare, tmp_path: Path) -> None:
-    from flare.cli.orbit_common import complete_clusters, complete_groups, complete_nodes
+    from flare.cli.orbit_common import complete_clusters, complete_groups, complete_nodes, complete_runs
 
     context, parameter = click.Context(orbit), click.Option(["--x"])
     assert complete_nodes(context, parameter, "") == []
@@ -247,6 +248,14 @@ def test_names_of_the_orbit_file_complete(flare: Flare, tmp_path: Path) -> None:
     assert complete_nodes(context, parameter, "hertz,m") == ["hertz,maxwell"]
     assert complete_clusters(context, parameter, "sp") == ["sparks"]
     assert complete_groups(context, parameter, "") == ["glm"]
+    assert complete_runs(context, parameter, "g") == ["glm"]
+    assert not (tmp_path / "home/.config/flare/orbit/controller.key").exists()
+    assert flare("orbit", "controllers", "list").code == 0  # makes the key
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        write_node(tmp_path, "volta", f"127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        assert complete_runs(context, parameter, "") == ["glm"]
+        assert time.monotonic() - began < 3
     with orbit_file(tmp_path).open("a") as file:
         file.write("nonsense")
     assert complete_groups(context, parameter, "") == []
