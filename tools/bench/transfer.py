@@ -15,6 +15,7 @@ and no test: the figures depend on the machine and on what else it does.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import json
 import os
@@ -27,7 +28,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +38,13 @@ import ssh
 from cryptography.hazmat.backends.openssl import backend
 from floors import BAR, GIGABYTE, arithmetic_floors, kernel_floor
 from processes import MemoryWatch, own_seconds, tree_seconds
+
+from flare.cli.orbit_common import TerminalReporter
+from flare.orbit.client import Client
+from flare.orbit.controller import Controller
+from flare.orbit.distribution import Delivered, distribute, raise_failures
+from flare.orbit.push import plan_push, plan_request
+from flare.paths import Paths
 
 FLARE = Path(sys.executable).parent / "flare"
 FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
@@ -143,24 +150,37 @@ class Lab:
         self.core, self.publisher = Path(made["primary"]), made["publisher"]["fingerprint"]
 
     def push(self, streams: int) -> dict[str, float]:
-        """Move the core to the other agent's empty cache."""
+        """Move the core to the other agent's empty cache, as `flare orbit push` does.
+
+        What is measured begins when the push is planned: with the controller's TRANSFER.
+        """
         self.target.forget_cores()
-        agents = (self.source, self.target)
-        before = tree_seconds(agent.pid for agent in agents)
-        main_before = sum(own_seconds(agent.pid) for agent in agents)
-        started = time.monotonic()
-        words = ("--to", f"{self.source.name},{self.target.name}", "--transfer-streams", str(streams))
-        answer = self.flare(
-            "orbit", "push", f"{self.source.name}:{self.core}", *words,
-            "--accept-publisher", self.publisher, "--json",
-        )  # fmt: skip
-        command_seconds = time.monotonic() - started
-        cpu = tree_seconds(agent.pid for agent in agents) - before
-        main = sum(own_seconds(agent.pid) for agent in agents) - main_before
-        outcome = next(node for node in json.loads(answer)["nodes"] if node["node"] == self.target.name)
-        if not outcome["verified"] or outcome["moved"] < sum(map(size_of, self.model.iterdir())):
+        mains = (self.source.pid, self.target.pid)
+        controller = Controller.open(
+            Paths.from_environment(environment(self.controller)), TerminalReporter(quiet=True)
+        )
+        request = plan_request(
+            controller.orbit,
+            f"{self.source.name}:{self.core}",
+            (self.source.name, self.target.name),
+            streams=streams,
+            accept_publisher=self.publisher,
+        )
+
+        async def move() -> tuple[Delivered, float, float]:
+            client = Client(controller)
+            plan = await plan_push(client, request)
+            os.sync()  # what came before is not written out while this one runs
+            before, main_before = tree_seconds(mains), sum(map(own_seconds, mains))
+            outcomes = await distribute(client, plan, None)
+            cpu, main = tree_seconds(mains) - before, sum(map(own_seconds, mains)) - main_before
+            raise_failures(outcomes)
+            return outcomes[-1], cpu, main
+
+        outcome, cpu, main = asyncio.run(move())
+        if not outcome.verified or outcome.moved < sum(map(size_of, self.model.iterdir())):
             raise SystemExit(f"transfer.py: the push did not move and verify the core: {outcome}")
-        return {"cpu": cpu, "seconds": outcome["seconds"], "main": main, "command": command_seconds}
+        return {"cpu": cpu, "seconds": outcome.seconds, "main": main}
 
     def check_arrived(self) -> None:
         """Compare what the other agent holds with the source, byte by byte."""
@@ -267,7 +287,6 @@ class Rounds:
         for name, cpu in arithmetic_floors(self._size).items():
             found[name] = {"cpu": cpu, "seconds": cpu}
         for streams in self._streams:
-            os.sync()
             found[flare_row(streams)] = lab.push(streams)
         lab.target.forget_cores()
         measure("empty ssh", server.connect)
@@ -307,7 +326,6 @@ class Rounds:
             if "main" in self.found[0][name]:
                 row |= {
                     "main_share": round(self.median(lambda one, n=name: one[n]["main"] / one[n]["cpu"]), 4),
-                    "command_s": round(self.median(lambda one, n=name: one[n]["command"]), 2),
                     "times_scp": self._times(name, "scp"),
                     "times_rsync_sha256sum": self._times(name, "rsync + sha256sum"),
                 }
@@ -353,7 +371,7 @@ def print_table(report: dict[str, Any]) -> None:
         line = f"  {row['way']:20} {rate:>6} {row['cpu_s_per_gb']:>9.3f}"
         if "main_share" in row:
             line += f" {row['of_floor']:>8.2f} {row['main_share']:>6.1%} {row['times_scp']:>6.2f}"
-            line += f" {row['times_rsync_sha256sum']:>11.2f}   (the whole command: {row['command_s']:.2f} s)"
+            line += f" {row['times_rsync_sha256sum']:>11.2f}"
         elif row["way"] in ("scp", "rsync", "rsync + sha256sum"):
             line += f" {row['of_floor']:>8.2f}"
         print(line)
@@ -387,9 +405,7 @@ def main() -> None:
     streams = [int(word) for word in arguments.streams.split(",")]
     reports = []
     if not arguments.json:
-        print(
-            f"{arguments.size} MiB in {SHARDS} files, median of {arguments.rounds} rounds, {os.cpu_count()} cores"
-        )
+        print(f"{arguments.size} MiB, median of {arguments.rounds} rounds, {os.cpu_count()} CPUs")
         print(f"seal, open: {versions['openssl_of_flare']}; SHA-256: {versions['openssl_of_sha256']}")
         print(f"ssh: {versions['ssh']}, {ssh.CIPHER}")
     for folder in arguments.folder or FOLDERS:

@@ -119,7 +119,7 @@ class Receive:
         file_offset: Bytes before block 0.
         sync: Whether the file's data is on the disk before the job is done.
         stall_timeout: Seconds without progress after which the job fails.
-        drop_cache: Whether pages leave the page cache once they are on the disk.
+        drop_cache: Whether the page cache is avoided, and left where it cannot be.
     """
 
     title: str

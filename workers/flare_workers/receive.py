@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import socket
+from contextlib import closing
 from dataclasses import replace
 
 from flare_workers.blocks import BLOCK_SIZE
@@ -34,7 +36,16 @@ def receive(
     """
     total = job.total
     reader = FrameReader(Line(sock, watch), channel, total)
-    sink = Sink(descriptor, job.name, total, drop_cache=job.drop_cache)
+    with closing(Sink(descriptor, job.name, total, drop_cache=job.drop_cache)) as sink:
+        _receive_body(job, reader, sink, table, watch)
+        sink.finish(sync=job.sync)
+    counter, ciphertext, plaintext = reader.leftover()
+    return replace(channel, receive_counter=counter, ciphertext=ciphertext, plaintext=plaintext)
+
+
+def _receive_body(
+    job: Receive, reader: FrameReader, sink: Sink, table: DigestTable | None, watch: Watch
+) -> None:
     reader.read_header()
     pending = _Pending(reader)
     done = 0
@@ -55,9 +66,6 @@ def receive(
             done += len(block)
             watch.slot.bytes_done = done
             watch.check()
-    sink.finish(sync=job.sync)
-    counter, ciphertext, plaintext = reader.leftover()
-    return replace(channel, receive_counter=counter, ciphertext=ciphertext, plaintext=plaintext)
 
 
 class _Pending:
@@ -65,7 +73,10 @@ class _Pending:
 
     def __init__(self, reader: FrameReader) -> None:
         self._reader = reader
-        self._buffer = memoryview(bytearray(BLOCK_SIZE + MAX_PLAINTEXT))
+        # Whole pages of its own: a whole block always begins at the first one, as direct writes want it.
+        self._buffer = memoryview(
+            mmap.mmap(-1, BLOCK_SIZE + MAX_PLAINTEXT, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        )
         self._start = self._end = 0
 
     def take(self, size: int) -> memoryview:
