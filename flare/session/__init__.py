@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flare.session.addresses import (
-    DEFAULT_PORT,
     SocketAddress,
     format_address,
     network_of,
@@ -24,7 +23,6 @@ from flare.session.listener import Listener, accept
 
 __all__ = [
     "CONNECT_TIMEOUT",
-    "DEFAULT_PORT",
     "HANDSHAKES_PER_ADDRESS",
     "HANDSHAKE_TIMEOUT",
     "MAX_STRANGERS",

@@ -7,8 +7,7 @@ import socket
 from typing import Any
 
 from flare.errors import UsageError
-
-DEFAULT_PORT = 29900
+from flare.settings import DEFAULT_PORT
 
 SocketAddress = tuple[str, int]
 """Host and port; an IPv4 address that an IPv6 socket gave is written as IPv4."""

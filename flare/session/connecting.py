@@ -23,8 +23,9 @@ from flare.errors import (
 )
 from flare.identity import Identity, fingerprint
 from flare.printable import printable
-from flare.session.addresses import DEFAULT_PORT, format_address, prepare_socket
+from flare.session.addresses import format_address, prepare_socket
 from flare.session.connection import Session, SessionClosedError, wait_readable
+from flare.settings import DEFAULT_PORT
 from flare.wire.handshake import (
     Initiator,
     NotAnAgentError,

@@ -21,7 +21,18 @@ from typing import TypeVar, cast
 from flare.errors import FlareError, LocalProtocolError, RemoteProtocolError, UnreachableError
 from flare.printable import printable
 from flare.session.addresses import SocketAddress, format_address, socket_address
-from flare.wire.frames import DataPiece, DataStart, Event, Frame, FrameParser, Tag, encode_header, seal_pieces
+from flare.wire.frames import (
+    HEADER_LENGTH,
+    MAX_REPORT,
+    DataPiece,
+    DataStart,
+    Event,
+    Frame,
+    FrameParser,
+    Tag,
+    encode_header,
+    seal_pieces,
+)
 from flare.wire.messages import REQUESTS, Error, Hello, Message, Request
 from flare_workers.cipher import CipherError, RecordCipher
 from flare_workers.jobs import Channel
@@ -31,6 +42,7 @@ SEND_TIMEOUT = 120.0  # seconds for a peer to take one frame: the stall bound of
 LINGER_TIMEOUT = 1.0  # seconds that an ERROR gets to arrive before the socket is closed
 LINGER_BYTES = 1024 * 1024  # what is read and thrown away meanwhile; more is not worth the words
 SEND_PIECES = 16  # records sealed ahead of each write: about 1 MiB
+JOINED_BYTES = MAX_REPORT + HEADER_LENGTH  # the longest control frame: its header and body share records
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -177,9 +189,7 @@ class Session:
 
     async def _send_records(self, sock: socket.socket, parts: list[bytes | memoryview]) -> None:
         loop = asyncio.get_running_loop()
-        if (
-            sum(len(part) for part in parts) <= LINGER_BYTES * 4
-        ):  # a control frame: header and body share records
+        if sum(len(part) for part in parts) <= JOINED_BYTES:
             parts = [b"".join(parts)]
         for part in parts:
             batch: list[bytes] = []

@@ -24,12 +24,16 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from flare.errors import LocalProtocolError, RemoteProtocolError
-from flare_workers.cipher import MAX_CIPHERTEXT, MAX_PLAINTEXT, CipherError, RecordCipher
+from flare_workers.cipher import (
+    LENGTH_SIZE,
+    MAX_PLAINTEXT,
+    MAX_RECORD,
+    MIN_CIPHERTEXT,
+    CipherError,
+    RecordCipher,
+)
 
 HEADER_LENGTH = 9  # tag, u64 body length
-LENGTH_PREFIX = 2  # u16 before each record's ciphertext
-MIN_CIPHERTEXT = 17  # one byte of plaintext and the tag: an empty record says nothing and costs work
-WHOLE_RECORD = LENGTH_PREFIX + MAX_CIPHERTEXT  # the buffer always has room for one whole record
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -163,7 +167,7 @@ class FrameParser:
     ) -> None:
         self.allowed = allowed
         self._cipher = cipher
-        self._buffer = bytearray(max(WHOLE_RECORD, len(ciphertext)))
+        self._buffer = bytearray(max(MAX_RECORD, len(ciphertext)))  # always room for one whole record
         self._buffer[: len(ciphertext)] = ciphertext
         self._start = 0
         self._end = len(ciphertext)
@@ -177,11 +181,6 @@ class FrameParser:
     def between_frames(self) -> bool:
         """True where a session may change hands or end: no frame has begun and not ended."""
         return self._tag is None and self._failure is None
-
-    @property
-    def counter(self) -> int:
-        """The next record's counter."""
-        return self._cipher.counter
 
     def unopened(self) -> bytes:
         """Return the ciphertext that was received and not opened yet."""
@@ -248,13 +247,13 @@ class FrameParser:
 
     def _open_record(self) -> bytes | None:
         available = self._end - self._start
-        if available < LENGTH_PREFIX:
+        if available < LENGTH_SIZE:
             return None
-        begin = self._start + LENGTH_PREFIX
+        begin = self._start + LENGTH_SIZE
         length = int.from_bytes(self._buffer[self._start : begin], "big")
         if length < MIN_CIPHERTEXT:
             self._fail(f"A record of {length} bytes came; the shortest has {MIN_CIPHERTEXT}.")
-        if available < LENGTH_PREFIX + length:
+        if available < LENGTH_SIZE + length:
             return None
         try:
             plaintext = self._cipher.open(bytes(self._buffer[begin : begin + length]))

@@ -13,7 +13,6 @@ from flare.wire.frames import (
     MAX_JSON,
     MAX_REPORT,
     MIB,
-    WHOLE_RECORD,
     DataPiece,
     DataStart,
     Event,
@@ -25,7 +24,7 @@ from flare.wire.frames import (
     seal,
 )
 from flare.wire.messages import Message
-from flare_workers.cipher import MAX_PLAINTEXT, RecordCipher
+from flare_workers.cipher import MAX_PLAINTEXT, MAX_RECORD, RecordCipher
 from tests.vectors.examples import EXAMPLES
 
 KEY = bytes(range(32))
@@ -132,22 +131,23 @@ def test_the_buffer_stays_at_one_record() -> None:
             room[: len(record)] = record
         parser.received(len(record))
         events(parser)
-    assert len(parser._buffer) == WHOLE_RECORD
+    assert len(parser._buffer) == MAX_RECORD
 
 
 def test_more_than_there_was_room_for_is_our_own_bug() -> None:
     _, parser = pair()
     with pytest.raises(LocalProtocolError, match="cannot have been received"):
-        parser.received(WHOLE_RECORD + 1)
+        parser.received(MAX_RECORD + 1)
 
 
 def test_ciphertext_from_a_handover_comes_first() -> None:
     cipher = RecordCipher(KEY)
     sealed = seal(cipher, encode_frame(Tag.EXIT, b"{}"))
-    parser = FrameParser(RecordCipher(KEY), ciphertext=sealed[:7])
+    opener = RecordCipher(KEY)
+    parser = FrameParser(opener, ciphertext=sealed[:7])
     parser.feed(sealed[7:])
     assert events(parser) == [Frame(Tag.EXIT, b"{}")]
-    assert parser.counter == 1
+    assert opener.counter == 1
 
 
 # Limits
