@@ -142,10 +142,6 @@ class ServingOptions:
                 words += [option, str(value)]
         return tuple(words)
 
-    def to_words(self) -> tuple[str, ...]:
-        """Return all words; parse_serving gives the same options again."""
-        return self.serving_words() + self.rank_zero_words()
-
 
 def parse_serving(words: Sequence[str], *, only: Iterable[str] = SERVING_OPTIONS) -> ServingOptions:
     """Return the options that `words` say. Later words win; --engine-arg adds up.

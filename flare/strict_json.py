@@ -149,10 +149,6 @@ class Reader:
             return _MISSING
         return value
 
-    def has(self, name: str) -> bool:
-        """Tell whether the member is there and not null."""
-        return self._value.get(name) is not None
-
     def text(self, name: str, *, limit: int = DEFAULT_TEXT_LIMIT, default: Any = _MISSING) -> Any:
         """Return a string of at most `limit` characters."""
         value = self._take(name, default)

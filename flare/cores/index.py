@@ -138,17 +138,6 @@ class CoreIndex:
         """Return where the digests of file `number` begin in the digest table, in blocks."""
         return self._first_blocks[number]
 
-    def file_number(self, path: str) -> int:
-        """Return the number of the file at `path`.
-
-        Raises:
-            CoreError: the core has no such file.
-        """
-        for number, file in enumerate(self.files):
-            if file.path == path:
-                return number
-        raise CoreError(f'The core {self.model} has no file "{path}".')
-
     def rank_ranges(self, rank: int) -> dict[int, Ranges] | None:
         """Return what `rank` reads: ranges of covered bytes by file number; None is the complete core.
 

@@ -88,10 +88,6 @@ class ControllerSet:
         """Tell whether that key is a controller's now."""
         return any(controller.public_key == public_key for controller in self.controllers)
 
-    def controller(self, public_key: bytes) -> Controller | None:
-        """Return the controller of that key, or None."""
-        return next((entry for entry in self.controllers if entry.public_key == public_key), None)
-
     def after(self, revision: int) -> tuple[SignedRecord, ...]:
         """Return the records that a holder of `revision` lacks, oldest first."""
         return self.chain[revision:]
@@ -109,8 +105,7 @@ class ControllerSet:
         """
         current = self
         for record in records:
-            known = next((held for held in current.chain if held == record), None)
-            if known is None:
+            if record not in current.chain:
                 current = _step(current, record)
         return current
 

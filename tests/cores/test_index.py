@@ -66,9 +66,6 @@ def test_blocks_are_counted_in_index_order() -> None:
     assert [index.first_block(number) for number in (0, 1)] == [0, 6]
     assert (index.block_count, index.digests_length) == (7, 224)
     assert index.total_bytes == 5 * MIB + 110
-    assert index.file_number("model/b") == 1
-    with pytest.raises(CoreError, match='no file "model/c"'):
-        index.file_number("model/c")
 
 
 def test_rank_ranges() -> None:
