@@ -80,6 +80,7 @@ def install(
     counts as installed.
     """
     from flare.cli.output import human_duration, note, say
+    from flare.cli.signals import ending_cleanly
     from flare.engines.discovery import BINARIES
     from flare.engines.install import install_llama_cpp
     from flare.errors import NotFoundError
@@ -97,14 +98,15 @@ def install(
             told = percent - percent % TELL_EVERY
             note(f"  {told} % built after {human_duration(time.monotonic() - started)}")
 
-    installed = install_llama_cpp(
-        Paths.from_environment(),
-        from_source=from_source,
-        offline_folder=folder,
-        probe_model=probe_model,
-        report=note,
-        step=step,
-        cuda=cuda,
-        force=force,
-    )
+    with ending_cleanly():
+        installed = install_llama_cpp(
+            Paths.from_environment(),
+            from_source=from_source,
+            offline_folder=folder,
+            probe_model=probe_model,
+            report=note,
+            step=step,
+            cuda=cuda,
+            force=force,
+        )
     say(f"{installed.name} {installed.version} is installed in {installed.folder}.")

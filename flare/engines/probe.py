@@ -26,6 +26,7 @@ from flare.engines.discovery import EngineInstall
 from flare.errors import EngineError
 from flare.files import scratch_folder
 from flare.printable import printable
+from flare.system import set_parent_death_signal
 
 START_LIMIT: Final = 60.0
 """Seconds for an engine to become ready: the tiny model takes 0.2, a real one that somebody names more."""
@@ -101,6 +102,11 @@ class _Process:
             raise EngineError(_explain(Path(str(self.process.args[0])).name, status, self.log))  # type: ignore[index]
 
 
+def _end_with_the_probe() -> None:
+    """Whoever kills the probe must not leave an engine behind that listens without a key."""
+    set_parent_death_signal(signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def _running(install: EngineInstall, argv: Sequence[str], folder: Path) -> Iterator[_Process]:
     log = folder / f"{Path(argv[0]).name}-{time.monotonic_ns()}.log"
@@ -113,6 +119,7 @@ def _running(install: EngineInstall, argv: Sequence[str], folder: Path) -> Itera
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
+            preexec_fn=_end_with_the_probe,  # noqa: PLW1509 - this command has one thread
         )
     try:
         yield _Process(process, log)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -107,3 +110,27 @@ def test_the_tiny_model_is_a_sound_gguf_file(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "again.gguf")
     assert path.read_bytes() == (tmp_path / "again.gguf").read_bytes()
     assert subprocess.run(["head", "-c4", path], capture_output=True, check=True).stdout == b"GGUF"
+
+
+def test_a_killed_probe_takes_its_engine_along(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from flare.engines import probe\n"
+        "class Install:\n"
+        "    def environment(self, given): return given\n"
+        f"with probe._running(Install(), ['/bin/sleep', '600'], Path({str(tmp_path)!r})) as engine:\n"
+        "    print(engine.process.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout, done.stderr
+    process = int(done.stdout)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{process}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    pytest.fail("the engine outlived the probe")
