@@ -6,7 +6,6 @@ Nothing here reads model data. A controller's sparse mirror, which holds only th
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import pickle
@@ -195,6 +194,8 @@ async def load_primary_isolated(path: Path) -> Primary:
     Raises:
         NotFoundError, CoreError, TrustError: as load_primary.
     """
+    import asyncio  # not above: the child needs this module, and starts in half the time without asyncio
+
     return await asyncio.to_thread(_load_in_child, path)
 
 
