@@ -238,7 +238,7 @@ def test_what_the_terminal_sends_to_everybody_ends_no_transfer(target: int) -> N
     async def work(pool: WorkerPool) -> None:
         task, left, right = await begin(pool, target)
         pid = pool.reports()[0].pid
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
             os.kill(pid, number)
         await asyncio.get_running_loop().sock_sendall(left, wire_of(bytes(SIZE))[MIB + 200000 :])
         assert (await task).bytes_done == SIZE

@@ -29,10 +29,13 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore what a terminal or systemd sends to the whole group: the main process decides."""
+    """Ignore what a terminal or systemd sends: the main process decides.
+
+    SIGTTOU too: workers are no foreground processes, and what they write to a terminal must not stop them.
+    """
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("INT", "TERM", "HUP", "PIPE", "XFSZ", "TTOU"):
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
