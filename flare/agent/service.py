@@ -189,6 +189,7 @@ async def _node(
             size=size,
             whole=True,
             sync=True,
+            drop_cache=True,
         )
         result = await pool.run(job, files=[descriptor])
         assert result.sha256 is not None
