@@ -14,7 +14,6 @@ interfaces = ["eth1"]      # where there is no RoCE device
 "llama.cpp" = "/opt/llama.cpp/bin"
 
 [paths]
-hub_cache = "/data/hub"
 core_cache = "/data/flare"
 ```
 """
@@ -59,7 +58,6 @@ class Settings:
     agent: AgentSettings = field(default_factory=AgentSettings)
     fabric_interfaces: tuple[str, ...] = ()
     engines: dict[str, str] = field(default_factory=dict)
-    hub_cache: Path | None = None
     core_cache: Path | None = None
 
     @classmethod
@@ -101,10 +99,10 @@ class _Checker:
         agent, fabric, engines, places = (
             self.table(document, name) for name in ("agent", "fabric", "engines", "paths")
         )
-        self.known(document, "", ("agent", "fabric", "engines", "paths", "preparation"))
+        self.known(document, "", ("agent", "fabric", "engines", "paths"))
         self.known(agent, "agent.", ("listen", "cache_limit", "resume_transfers", "stall_timeout"))
         self.known(fabric, "fabric.", ("interfaces",))
-        self.known(places, "paths.", ("hub_cache", "core_cache"))
+        self.known(places, "paths.", ("core_cache",))
         return Settings(
             agent=AgentSettings(
                 listen=self.typed(agent, "agent.", "listen", str, DEFAULT_LISTEN),
@@ -114,7 +112,6 @@ class _Checker:
             ),
             fabric_interfaces=self.strings(fabric, "fabric.", "interfaces"),
             engines={name: self.typed(engines, "engines.", name, str, "") for name in engines},
-            hub_cache=self.folder(places, "paths.", "hub_cache"),
             core_cache=self.folder(places, "paths.", "core_cache"),
         )
 

@@ -39,7 +39,6 @@ def test_every_value(tmp_path: Path) -> None:
         [engines]
         "llama.cpp" = "/opt/llama"
         [paths]
-        hub_cache = "/data/hub"
         core_cache = "/data/flare"
         """,
     )
@@ -49,7 +48,6 @@ def test_every_value(tmp_path: Path) -> None:
     assert settings.agent.stall_timeout == 2.0
     assert settings.fabric_interfaces == ("eth1", "eth2")
     assert settings.engines == {"llama.cpp": "/opt/llama"}
-    assert settings.hub_cache == Path("/data/hub")
     assert settings.core_cache == Path("/data/flare")
 
 
@@ -68,7 +66,7 @@ def test_every_value(tmp_path: Path) -> None:
         ('[agent]\ncache_limit = "many"', "must be a size"),
         ("[agent]\nstall_timeout = 0", "above zero"),
         ('[fabric]\ninterfaces = "eth1"', "must be a list"),
-        ('[paths]\nhub_cache = "relative"', "must be an absolute path"),
+        ('[paths]\ncore_cache = "relative"', "must be an absolute path"),
     ],
 )
 def test_complaints(tmp_path: Path, text: str | bytes, complaint: str) -> None:

@@ -154,7 +154,6 @@ class Node:
             controllers_revision=self.authority.revision,
             node=self.facts(),
             executable=self.executable_path,
-            download_progress=True,
             transfer_progress=True,
         )
         return hello if self.is_known(key) else hello.minimal()

@@ -60,12 +60,13 @@ def export(
     from pathlib import Path
     from typing import cast
 
-    from flare.cli.output import human_bytes, print_json, progress, say
+    from flare.cli.output import human_bytes, print_json, progress, say, warn
     from flare.cli.signals import ending_cleanly
     from flare.cores.export import check_revision, export_core
     from flare.cores.index import Layout
     from flare.cores.primary import load_primary
     from flare.cores.publisher_keys import load_publisher
+    from flare.engines.discovery import BINARIES
     from flare.paths import Paths
 
     check_revision(revision)
@@ -85,6 +86,8 @@ def export(
             progress=lambda label, total: add(label, total).advance,
         )
     index = load_primary(path).index
+    if index.engine not in BINARIES:
+        warn(f"No rank of this version of flare runs {index.engine} yet: this core can be stored and pushed.")
     if as_json:
         print_json(
             {

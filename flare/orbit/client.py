@@ -55,7 +55,6 @@ class Client:
             protocol=PROTOCOL_VERSION,
             public_key=self.controller.identity.public_key,
             controllers_revision=controllers.revision if controllers else 0,
-            download_progress=True,
             transfer_progress=True,
         )
 

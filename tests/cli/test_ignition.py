@@ -72,8 +72,9 @@ def test_every_option(capsys: Capture, tmp_path: Path, publisher: Identity) -> N
     assert "several publishers" in export(capsys, source, tmp_path / "core")[2]
     code, _, err = export(capsys, source, tmp_path / "core", *words)
     assert (code, "--allow-code" in err) == (6, True)
-    code, out, _ = export(capsys, source, tmp_path / "core", *words, "--allow-code")
+    code, out, err = export(capsys, source, tmp_path / "core", *words, "--allow-code")
     assert code == 0
+    assert "No rank of this version of flare runs sglang yet" in err
     assert "2 ranks on one host" in out
     index = load_primary(tmp_path / "core" / "Renamed-cpu-tp2.safetensors").index
     assert (index.model, index.engine, index.layout) == ("Renamed", "sglang", "single_host")
