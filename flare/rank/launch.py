@@ -20,6 +20,7 @@ from flare.cores.verify import verify_core
 from flare.engines.discovery import EngineInstall
 from flare.errors import EngineError, FlareError, IntegrityError
 from flare.paths import Paths
+from flare.rank.engine_process import EngineProcess
 from flare.rank.engines.base import EngineAdapter
 from flare.rank.engines.llama_cpp import LlamaCpp
 from flare.rank.model_cache import mark_verified, stamps, verified_before
@@ -138,31 +139,28 @@ def adapter_for(engine: str) -> EngineAdapter:
 
 
 async def engine_help(install: EngineInstall, environment: Mapping[str, str]) -> str:
-    """Return what the engine's server prints for --help; empty where it prints nothing in time.
+    """Return what the engine's server prints for --help; empty where it does not end in time.
+
+    Under a keeper, as the engine itself: a program that hangs with children must not outlive this.
 
     Raises:
         EngineError: it cannot be started at all.
     """
+    lines: list[str] = []
+
+    def take(line: str) -> bool:
+        lines.append(line)
+        return True
+
+    process = EngineProcess(install.server.name, take)
     try:
-        process = await asyncio.create_subprocess_exec(
-            str(install.server),
-            "--help",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=install.environment(environment),
-        )
-    except OSError as problem:
-        raise EngineError(f"{install.server} cannot be started: {problem.strerror}.") from None
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), HELP_LIMIT)
+        await process.start([str(install.server), "--help"], install.environment(environment))
+        await asyncio.wait_for(asyncio.shield(process.exited), HELP_LIMIT)
     except TimeoutError:
-        output = b""
+        return ""
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return output.decode("utf-8", "replace")
+        await process.kill()
+    return "\n".join(lines)
 
 
 async def verify_stored(

@@ -48,5 +48,7 @@ async def _serve(request: RunRequest, lifecycle: Lifecycle) -> int:
     except FlareError as problem:
         # Its last line said why; saying it once more would be the only thing that a second line adds.
         return problem.exit_code
+    except BrokenPipeError:
+        raise  # whoever read our output has gone: the command line knows how to end then
     except OSError as problem:
         raise describe_os_error(problem, "The rank failed at") from problem

@@ -63,6 +63,7 @@ class ZeroRank:
         self._front: Front | None = None
         self._engine: EngineProcess | None = None
         self._lock: FolderLock | None = None
+        self._help: asyncio.Task[str] | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._holdings: dict[int, list[str]] = {}
         self._url = ""
@@ -128,6 +129,8 @@ class ZeroRank:
             primary = await asyncio.to_thread(load_primary, request.core)
         adapter, install = self._check(primary)
         index = primary.index
+        # Asked while the ranks meet and verify, so that loading need not wait for it.
+        self._help = asyncio.create_task(engine_help(install, engine_environment(request.environment)))
         self._lock = FolderLock(primary.root)
         document = MetricsDocument(
             Serving(request.options.served_name or index.model),
@@ -236,6 +239,7 @@ class ZeroRank:
         if self._group is not None:
             await self._group.load(agreement)
         environment = engine_environment(request.environment)
+        assert self._help is not None
         context = RankContext(
             primary=primary,
             rank=0,
@@ -247,7 +251,7 @@ class ZeroRank:
             served_name=served_name,
             threads=default_threads(),
             peers=self._group.ports if self._group is not None else (),
-            help_text=await engine_help(install, environment),
+            help_text=await self._help,
         )
         engine = EngineProcess(program_name(install.server), self._show(adapter))
         self._engine = engine
@@ -355,6 +359,9 @@ class ZeroRank:
         """End the engine, then the peers, then every connection; nothing of the group is left here."""
         for task in self._watchers:
             task.cancel()
+        if self._help is not None:
+            self._help.cancel()
+            await asyncio.gather(self._help, return_exceptions=True)
         engine, self._engine = self._engine, None
         if engine is not None:
             await (engine.kill() if failed is not None or now else engine.stop())
