@@ -6,6 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 from flare.errors import LocalProtocolError, RemoteProtocolError
@@ -316,6 +317,9 @@ def sign_grant(identity: Identity, grant: Grant) -> SignedRecord:
     return sign(identity, grant.to_json())
 
 
+# Every stream of every file shows the same grant, twice: its signature and its body are looked at once. Pure,
+# so that nobody can tell: what is remembered are the exact bytes, and a record that is refused is not.
+@lru_cache(maxsize=8)
 def open_grant(record: SignedRecord, kind: str) -> Grant:
     """Verify a record's signature and read its grant. Says nothing about who may sign.
 
