@@ -56,6 +56,13 @@ MEMORY_BAR = 8 * MEBIBYTE  # a worker's own, above what it shares
 MAIN_BAR = 0.02  # of the transfer's CPU-seconds: the two main processes'
 
 
+class SilentReporter(TerminalReporter):
+    """The benchmark's own output is the table."""
+
+    def note(self, text: str, /) -> None:
+        """Say nothing."""
+
+
 @dataclass
 class Agent:
     """One agent in a HOME of its own; its cache lies in the measured folder."""
@@ -157,7 +164,7 @@ class Lab:
         self.target.forget_cores()
         mains = (self.source.pid, self.target.pid)
         controller = Controller.open(
-            Paths.from_environment(environment(self.controller)), TerminalReporter(quiet=True)
+            Paths.from_environment(environment(self.controller)), SilentReporter(quiet=True)
         )
         request = plan_request(
             controller.orbit,
@@ -305,29 +312,32 @@ class Rounds:
         found["floor"] = {"cpu": sum(found[name]["cpu"] for name in parts), "seconds": 0.0}
         return found
 
-    def median(self, value: Callable[[dict[str, dict[str, float]]], float]) -> float:
-        """The median over the rounds of something that one round tells."""
-        return statistics.median(value(each) for each in self.found)
+    def _median(self, name: str, key: str) -> float:
+        return statistics.median(one[name][key] for one in self.found)
+
+    def _ratio(self, name: str, key: str, other: str, other_key: str) -> float:
+        """The median of the rounds' ratios: what slows a whole round down cancels out."""
+        return statistics.median(one[name][key] / one[other][other_key] for one in self.found)
 
     def report(self) -> dict[str, Any]:
         """Everything for scripts; the table is made of it."""
         gigabytes = self._size / GIGABYTE
         rows = []
-        for name in self.found[0]:
+        for name, first in self.found[0].items():
             row: dict[str, Any] = {
                 "way": name,
-                "cpu_s_per_gb": round(self.median(lambda one, name=name: one[name]["cpu"]) / gigabytes, 3),
-                "of_floor": round(
-                    self.median(lambda one, name=name: one[name]["cpu"] / one["floor"]["cpu"]), 2
-                ),
+                "cpu_s_per_gb": round(self._median(name, "cpu") / gigabytes, 3),
+                "of_floor": round(self._ratio(name, "cpu", "floor", "cpu"), 2),
             }
-            if seconds := self.median(lambda one, name=name: one[name]["seconds"]):
+            if seconds := self._median(name, "seconds"):
                 row["gb_per_s"] = round(gigabytes / seconds, 2)
-            if "main" in self.found[0][name]:
+            if "main" in first:
                 row |= {
-                    "main_share": round(self.median(lambda one, n=name: one[n]["main"] / one[n]["cpu"]), 4),
-                    "times_scp": self._times(name, "scp"),
-                    "times_rsync_sha256sum": self._times(name, "rsync + sha256sum"),
+                    "main_share": round(self._ratio(name, "main", name, "cpu"), 4),
+                    "times_scp": round(self._ratio("scp", "seconds", name, "seconds"), 2),
+                    "times_rsync_sha256sum": round(
+                        self._ratio("rsync + sha256sum", "seconds", name, "seconds"), 2
+                    ),
                 }
             rows.append(row)
         return {
@@ -342,9 +352,6 @@ class Rounds:
                 "main_share": MAIN_BAR,
             },
         }
-
-    def _times(self, name: str, other: str) -> float:
-        return round(self.median(lambda one: one[other]["seconds"] / one[name]["seconds"]), 2)
 
 
 def flare_row(streams: int) -> str:
