@@ -8,12 +8,12 @@ talks to it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from flare.errors import FlareError, ForbiddenError, UnreachableError
+from flare.errors import ClockSkewError, FlareError, ForbiddenError, UnreachableError
 from flare.orbit.controller import Controller
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.reporter import Reporter
@@ -25,6 +25,7 @@ CONNECT_TIMEOUT = 10.0  # seconds for name, connection, handshake and HELLO of o
 WATCHED_TIMEOUT = 5.0  # seconds for the same while a person waits; an agent answers within milliseconds
 WAITING_AFTER = 2.0  # seconds until a person is told whom the command waits for
 REQUEST_TIMEOUT = 30.0  # seconds for one small reply; a node whose disk is busy answers within it
+REFUSED_CLOCK_DIFFERENCE = 60.0  # seconds a grant may lie in a node's future (docs/protocol.md, RUN)
 MAX_CLOCK_DIFFERENCE = 30.0  # seconds; grants tolerate 60, so a warning comes before refusals
 
 Reply = TypeVar("Reply")
@@ -47,6 +48,7 @@ class Client:
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
         self._told: set[tuple[str, str]] = set()
+        self._clocks: dict[str, float] = {}  # node -> seconds that its clock was ahead at its last STATUS
 
     def hello(self) -> Hello:
         """The HELLO of this controller."""
@@ -198,6 +200,7 @@ class Client:
             if answer.reply is None:
                 continue
             difference = answer.reply.time - time.time()
+            self._clocks[answer.node.name] = difference
             if abs(difference) > MAX_CLOCK_DIFFERENCE:
                 direction = "ahead of" if difference > 0 else "behind"
                 self._warn_once(
@@ -207,6 +210,21 @@ class Client:
                     "host's. Launches are refused beyond 60 s: set both clocks (timedatectl status).",
                 )
         return answers
+
+    def check_clocks(self, nodes: Iterable[NodeEntry]) -> None:
+        """Refuse nodes that would refuse every grant: before anything is sent, not after an upload.
+
+        Raises:
+            ClockSkewError: a node's clock differed at its last STATUS by more than grants tolerate.
+        """
+        for node in nodes:
+            difference = self._clocks.get(node.name, 0.0)
+            if abs(difference) > REFUSED_CLOCK_DIFFERENCE:
+                direction = "ahead of" if difference > 0 else "behind"
+                raise ClockSkewError(
+                    f"The clock of node {node.name} is {abs(difference):.0f} s {direction} this host's, so it "
+                    "would refuse the launch. Set both clocks (timedatectl status), then try again."
+                )
 
     def _warn_once(self, node: str, what: str, sentence: str) -> None:
         if (node, what) not in self._told:

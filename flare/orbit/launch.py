@@ -175,6 +175,7 @@ async def plan_launch(client: Client, request: LaunchRequest, *, dry_run: bool =
         executables = {member.node.name: str(override.path) for member in placement.members}
     entries = {node.name: node for node in request.candidates}
     nodes = tuple(entries[member.node.name] for member in placement.members)
+    client.check_clocks(nodes)
     zero = next(answer.reply for answer in answers if answer.reply and answer.node == nodes[0])
     check_port_free(nodes[0], request.options, zero)
     rendezvous = await _rendezvous(client, nodes) if len(nodes) > 1 else None

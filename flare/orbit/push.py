@@ -169,6 +169,7 @@ async def plan_push(client: Client, request: PushRequest) -> PushPlan:
     publisher = accept_publisher(client.controller, core, trust_store=None, accepted=request.accept_publisher)
     check_node_count(core, request)
     answers = await client.statuses(request.nodes)
+    client.check_clocks(request.nodes)
     for answer in answers:
         if isinstance(answer.error, VersionError):
             raise answer.error

@@ -15,6 +15,7 @@ import pytest
 
 from flare.cores.reference import LocalReference, NodeReference
 from flare.errors import (
+    ClockSkewError,
     CoreError,
     ForbiddenError,
     PairingError,
@@ -98,6 +99,20 @@ def test_a_clock_that_differs_is_told_once(tmp_path: Path) -> None:
                 await client.statuses([node])
                 (warning,) = reporter.warnings
                 assert f"s {word} this host's" in warning
+                with pytest.raises(ClockSkewError, match=f"maxwell is (99|100|101) s {word} this host's"):
+                    client.check_clocks([node])
+
+    run(scenario())
+
+
+def test_a_clock_within_what_grants_tolerate_is_not_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        reply = status_of(node_entry(1, "maxwell"))
+        async with fake_node({Status: say(replace(reply, time=reply.time + 45))}) as node:
+            client, reporter = client_of(tmp_path, [node])
+            await client.statuses([node])
+            assert len(reporter.warnings) == 1
+            client.check_clocks([node])
 
     run(scenario())
 
