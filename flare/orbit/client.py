@@ -222,8 +222,8 @@ class Client:
             if abs(difference) > REFUSED_CLOCK_DIFFERENCE:
                 direction = "ahead of" if difference > 0 else "behind"
                 raise ClockSkewError(
-                    f"The clock of node {node.name} is {abs(difference):.0f} s {direction} this host's, so it "
-                    "would refuse the launch. Set both clocks (timedatectl status), then try again."
+                    f"The clock of node {node.name} is {abs(difference):.0f} s {direction} this host's, so "
+                    "it would refuse the grant. Set both clocks (timedatectl status), then try again."
                 )
 
     def _warn_once(self, node: str, what: str, sentence: str) -> None:

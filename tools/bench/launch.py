@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -132,6 +133,7 @@ def measure(rounds: int) -> tuple[list[float], list[float]]:
     finally:
         for node in nodes:
             steps.stop_agent(node)
+        shutil.rmtree(LAB, ignore_errors=True)
     return launches, alone
 
 
