@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -28,6 +29,27 @@ def bobs_hello(peer: bytes) -> Hello:
 
 def hello(identity: Identity, **members: Any) -> Hello:
     return Hello(**({"protocol": 7, "public_key": identity.public_key, "controllers_revision": 0} | members))
+
+
+class Clock:
+    """The running event loop's time, which a test sets forward: no time-out has to be short to pass."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._real, self._ahead = loop.time, 0.0
+        loop.time = lambda: self._real() + self._ahead  # type: ignore[method-assign]
+
+    def forward(self, seconds: float) -> None:
+        """Let every timer of the next `seconds` run out."""
+        self._ahead += seconds
+
+
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until `condition` holds; the time bounds a test that fails."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen within {seconds:.0f} s"
+        await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,18 @@ from flare.session.connecting import drive
 from flare.session.connection import Session as Connection
 from flare.wire.handshake import Responder
 from flare.wire.messages import Error, Hello
-from tests.session.parties import ALICE, ALICES_HELLO, BOB, BOBS_HELLO, EVE, answering, hello, listening
+from tests.session.parties import (
+    ALICE,
+    ALICES_HELLO,
+    BOB,
+    BOBS_HELLO,
+    EVE,
+    Clock,
+    answering,
+    hello,
+    listening,
+    until,
+)
 
 Answer = Callable[[socket.socket], Awaitable[None]]
 
@@ -39,7 +50,7 @@ async def reach(port: int, **arguments: Any) -> Session:
 
 def failing(answer: Answer, error: type[FlareError], sentence: str, **arguments: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), answering(answer) as port:
+        async with asyncio.timeout(120), answering(answer) as port:
             with pytest.raises(error, match=sentence):
                 await reach(port, **arguments)
 
@@ -181,7 +192,7 @@ async def _web_server(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     await loop.sock_recv(sock, 100)
     await loop.sock_sendall(sock, b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-    await asyncio.sleep(1)
+    await loop.sock_recv(sock, 100)
 
 
 async def _ssh_server(sock: socket.socket) -> None:
@@ -198,7 +209,10 @@ async def _resetting(sock: socket.socket) -> None:
 
 
 async def _silent(sock: socket.socket) -> None:
-    await asyncio.sleep(30)
+    """Hears the peer out while its time passes."""
+    clock = Clock()
+    while await asyncio.get_running_loop().sock_recv(sock, 100):
+        clock.forward(10)
 
 
 @pytest.mark.parametrize("answer", [_web_server, _ssh_server])
@@ -219,16 +233,22 @@ def test_silence_during_the_handshake() -> None:
     failing(
         _silent,
         UnreachableError,
-        "accepted the connection but did not answer the handshake within 0 s",
-        timeout=0.1,
+        "accepted the connection but did not answer the handshake within 10 s",
     )
 
 
 def test_a_connect_that_is_cancelled() -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), answering(_silent) as port:
+        heard = asyncio.Event()
+
+        async def silent(sock: socket.socket) -> None:
+            await asyncio.get_running_loop().sock_recv(sock, 1)
+            heard.set()
+            await asyncio.Event().wait()
+
+        async with asyncio.timeout(120), answering(silent) as port:
             task = asyncio.create_task(reach(port))
-            await asyncio.sleep(0.1)
+            await heard.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -293,16 +313,21 @@ def test_closed_before_the_hello() -> None:
 
 def test_a_hello_that_does_not_come() -> None:
     async def wait(session: Connection) -> None:
-        await asyncio.sleep(30)
+        await session.receive(Hello)
+        clock = Clock()
+        while True:  # more than once: the peer may not have begun to wait for our HELLO
+            clock.forward(10)
+            await asyncio.sleep(0.01)
 
-    failing(responding(BOB, wait), UnreachableError, "did not send HELLO within 0 s", timeout=0.2)
+    failing(responding(BOB, wait), UnreachableError, "did not send HELLO within 10 s")
 
 
 def saying(answer: Hello | Error) -> Answer:
     async def say(session: Connection) -> None:
         await session.receive(Hello)
         await session.send(answer)
-        await asyncio.sleep(0.2)
+        with contextlib.suppress(FlareError):
+            await session.receive()  # until the peer leaves
 
     return responding(BOB, say)
 
@@ -339,34 +364,51 @@ def test_an_error_instead_of_a_hello(code: str, error: type[FlareError]) -> None
 
 
 def test_at_most_four_handshakes_at_once_to_one_address() -> None:
-    running, most = 0, 0
-
-    async def slow(sock: socket.socket) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.05)
-        running -= 1
-
     async def main() -> None:
-        async with asyncio.timeout(20), answering(slow) as port:
-            await asyncio.gather(*(reach(port) for _ in range(20)), return_exceptions=True)
+        came: list[Any] = []
+        go_on = asyncio.Event()
+
+        async def slow(sock: socket.socket) -> None:
+            came.append(sock.getpeername())
+            await go_on.wait()
+
+        async with asyncio.timeout(240), answering(slow) as port:
+            reaching = [asyncio.create_task(reach(port)) for _ in range(20)]
+            await until(lambda: len(came) >= 4)
+            with socket.socket() as other:  # connections are accepted in their order: a fifth came before it
+                other.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(other, ("127.0.0.1", port))
+                await until(lambda: other.getsockname() in came)
+                assert len(came) == HANDSHAKES_PER_ADDRESS + 1 == 5
+            go_on.set()
+            await asyncio.gather(*reaching, return_exceptions=True)
+        assert len(came) == 21
 
     asyncio.run(main())
-    assert most == HANDSHAKES_PER_ADDRESS == 4
 
 
 def test_the_time_spent_waiting_for_a_turn_does_not_count() -> None:
-    async def slow(sock: socket.socket) -> None:
-        machine = Responder(BOB.sign, BOB.public_key)
-        await asyncio.sleep(0.15)
-        await drive(sock, machine)
-
     async def main() -> None:
-        async with asyncio.timeout(20), answering(slow) as port:
-            ends = await asyncio.gather(
-                *(reach(port, timeout=0.5) for _ in range(16)), return_exceptions=True
-            )
-        assert all("right after the handshake" in str(end) for end in ends)
+        clock = Clock()
+        heard = 0
+        answers = asyncio.Event()
+
+        async def slow(sock: socket.socket) -> None:
+            nonlocal heard
+            machine = Responder(BOB.sign, BOB.public_key)
+            machine.receive(await asyncio.get_running_loop().sock_recv(sock, 4096))
+            heard += 1
+            await answers.wait()
+            await drive(sock, machine)
+
+        async with asyncio.timeout(240), answering(slow) as port:
+            reaching = [asyncio.create_task(reach(port, timeout=60)) for _ in range(8)]
+            await until(lambda: heard == 4)
+            clock.forward(61)
+            first = await asyncio.gather(*reaching[:4], return_exceptions=True)
+            answers.set()
+            others = await asyncio.gather(*reaching[4:], return_exceptions=True)
+        assert all("did not answer the handshake within 60 s" in str(end) for end in first)
+        assert all("right after the handshake" in str(end) for end in others)
 
     asyncio.run(main())
