@@ -10,16 +10,20 @@ import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import math
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flare.errors import FlareError, IdentityError, NotFoundError, StorageError
+from flare.errors import BusyError, FlareError, IdentityError, NotFoundError, StorageError
 
+OUR_FOLDER = "flare"  # what our folders in ~/.config, ~/.cache and ~/.local/share are called
+LOCK_WAIT = 10.0  # seconds; a change of one file takes milliseconds, so a longer wait means a stuck command
 UNFINISHED = ".new"  # ends the names of files that are being written
 ABANDONED_SECONDS = 600.0  # a file that took longer to write has lost its process
 
@@ -48,22 +52,37 @@ def fsync_folder(folder: Path) -> None:
 
 
 def ensure_private_folder(folder: Path) -> Path:
-    """Make `folder` with mode 0700 (parents included) and return it.
+    """Make `folder` and every missing parent with mode 0700, whatever the umask says, and return it.
 
-    A folder of ours that others may write to is refused: they could replace what is in it.
+    A folder of ours that others may write to is refused, it or one of its parents up to our own in an XDG
+    folder: they could replace what is in it. What lies above that was there before and is left alone.
 
     Raises:
         StorageError: it cannot be made.
         IdentityError: group or others may write to it.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = stat.S_IMODE(folder.stat().st_mode)
+        missing = itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents))
+        for each in reversed(list(missing)):
+            # Not parents=True: that makes parents with the umask's mode.
+            with contextlib.suppress(FileExistsError):
+                each.mkdir(mode=0o700)
+        for ours in _our_folders(folder):
+            mode = stat.S_IMODE(ours.stat().st_mode)
+            if mode & 0o022:
+                raise IdentityError(f"Others may write to {ours}. Run `chmod 700 {ours}`, then try again.")
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     except OSError as problem:
         raise describe_os_error(problem, "Cannot make the folder") from None
-    if mode & 0o022:
-        raise IdentityError(f"Others may write to {folder}. Run `chmod 700 {folder}`, then try again.")
     return folder
+
+
+def _our_folders(folder: Path) -> list[Path]:
+    """Return `folder` and those above it up to our own; `folder` alone where it lies in none of ours."""
+    above = [folder, *folder.parents]
+    names = [path.name for path in above]
+    return above[: names.index(OUR_FOLDER) + 1] if OUR_FOLDER in names else [folder]
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -77,6 +96,20 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     Raises:
         StorageError: nothing changed; the old file is as it was.
     """
+    _publish(path, data, mode, os.replace)
+
+
+def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Like write_atomic, but never over another file: of several writers at once exactly one succeeds.
+
+    Raises:
+        FileExistsError: there is one already, written whole.
+        StorageError: it could not be written.
+    """
+    _publish(path, data, mode, os.link)
+
+
+def _publish(path: Path, data: bytes, mode: int, appear: Callable[[Path, Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{UNFINISHED}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -86,11 +119,15 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
             while view:
                 view = view[os.write(descriptor, view) :]
             os.fsync(descriptor)
+            written = os.fstat(descriptor).st_mtime
         finally:
             os.close(descriptor)
-        written = temporary.stat().st_mtime
-        temporary.replace(path)
+        appear(temporary, path)
+        temporary.unlink(missing_ok=True)
         fsync_folder(path.parent)
+    except FileExistsError:
+        temporary.unlink(missing_ok=True)
+        raise
     except OSError as problem:
         temporary.unlink(missing_ok=True)
         problem.filename = str(path)
@@ -99,6 +136,44 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
         temporary.unlink(missing_ok=True)
         raise
     remove_unfinished(path.parent, path.name, before=written - ABANDONED_SECONDS)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
+    """Hold the lock of a file that several commands read, change and write; it lies beside it as NAME.lock.
+
+    Args:
+        path: the file; it need not exist, its folder must.
+        wait: seconds to wait for another command that changes it.
+
+    Raises:
+        BusyError: another command holds it for too long.
+        StorageError: there can be no lock.
+    """
+    try:
+        descriptor = os.open(
+            path.with_name(f"{path.name}.lock"),
+            os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+            0o600,
+        )
+    except OSError as problem:
+        raise describe_os_error(problem, "Cannot lock") from None
+    try:
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise BusyError(
+                        f"Another flare command is changing {path} and does not finish. Wait for it or end "
+                        "it, then run this one again."
+                    ) from None
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove_unfinished(folder: Path, name: str = "", *, before: float = math.inf) -> None:
@@ -192,13 +267,53 @@ def read_bounded(path: Path, limit: int, what: str, error: type[FlareError] = St
         NotFoundError: there is no such file.
         error: it is too large, no regular file, or cannot be read; the message begins with `what`.
     """
+    return _read(path, limit, what, error)[0]
+
+
+def read_private(path: Path, limit: int, what: str) -> bytes:
+    """Like read_bounded, for a secret: refused when group or others have any right to it.
+
+    Raises:
+        IdentityError: others can read it, or own it; the message says the command that mends it.
+        NotFoundError: there is no such file.
+    """
+    data, found = _read(path, limit, what, IdentityError)
+    _check_owner(path, found, what, IdentityError)
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise IdentityError(
+            f"{what} {path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o}). "
+            f"Run `chmod 600 {path}`, and make a new one if somebody may have copied it."
+        )
+    return data
+
+
+def read_trusted(path: Path, limit: int, what: str, error: type[FlareError] = StorageError) -> bytes:
+    """Like read_bounded, for a file that decides what is run or whom we trust: nobody else may write it.
+
+    Raises:
+        error: group or others may write it, or it belongs to another user than this one or root.
+        NotFoundError: there is no such file.
+    """
+    data, found = _read(path, limit, what, error)
+    _check_owner(path, found, what, error)
+    if stat.S_IMODE(found.st_mode) & 0o022:
+        raise error(
+            f"{what} {path} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o}). Look at what "
+            f"it says, run `chmod go-w {path}`, then try again."
+        )
+    return data
+
+
+def _read(path: Path, limit: int, what: str, error: type[FlareError]) -> tuple[bytes, os.stat_result]:
+    """Return a file's content and what the same descriptor says of it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise NotFoundError(f"{what} {path} does not exist.") from None
     except OSError as problem:
         raise error(f"{what} {path} cannot be read: {problem.strerror}.") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
         raise error(f"{what} {path} is not a regular file.")
     with open(descriptor, "rb") as file:
@@ -208,21 +323,12 @@ def read_bounded(path: Path, limit: int, what: str, error: type[FlareError] = St
             raise error(f"{what} {path} cannot be read: {problem.strerror}.") from None
     if len(data) > limit:
         raise error(f"{what} {path} is larger than the {limit} bytes that it may have.")
-    return data
+    return data, found
 
 
-def read_private(path: Path, limit: int, what: str) -> bytes:
-    """Like read_bounded, for a secret: refused when group or others have any right to it.
-
-    Raises:
-        IdentityError: others can read it; the message says the command that mends it.
-        NotFoundError: there is no such file.
-    """
-    data = read_bounded(path, limit, what, IdentityError)
-    information = path.stat()
-    if stat.S_IMODE(information.st_mode) & 0o077:
-        raise IdentityError(
-            f"{what} {path} can be read by others (mode {stat.S_IMODE(information.st_mode):04o}). "
-            f"Run `chmod 600 {path}`, and make a new one if somebody may have copied it."
+def _check_owner(path: Path, found: os.stat_result, what: str, error: type[FlareError]) -> None:
+    if found.st_uid not in (os.geteuid(), 0):
+        raise error(
+            f"{what} {path} belongs to another user ({found.st_uid}), who can change it. Run this command as "
+            f"that user; or look at what it says, then run `chown {os.geteuid()} {path}`."
         )
-    return data

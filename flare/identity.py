@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from flare.errors import IdentityError, NotFoundError
-from flare.files import ensure_private_folder, read_private, write_atomic
+from flare.files import ensure_private_folder, read_private, write_new
 
 PUBLIC_KEY_LENGTH = 32
 SIGNATURE_LENGTH = 64
@@ -81,14 +81,20 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path, what: str = "The key") -> Identity:
-        """Read the key at `path`, or make one there: 0600 in a 0700 folder."""
+        """Read the key at `path`, or make one there: 0600 in a 0700 folder.
+
+        Of several first uses at once all return the key that one of them published.
+        """
         ensure_private_folder(path.parent)
         try:
             return cls.load(path, what)
         except NotFoundError:
             identity = cls.generate()
-            write_atomic(path, identity.private_pem(), mode=0o600)
-            return identity
+        try:
+            write_new(path, identity.private_pem())
+        except FileExistsError:
+            return cls.load(path, what)
+        return identity
 
     def private_pem(self) -> bytes:
         """Return the private key as PKCS#8 PEM."""

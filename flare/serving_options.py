@@ -15,6 +15,7 @@ from typing import Final
 from flare.engines.arguments import check_engine_arguments
 from flare.errors import UsageError
 from flare.printable import printable
+from flare.sizes import parse_size
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000
@@ -41,8 +42,6 @@ _HOST = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}\Z"
     r"|\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]{1,15})?\]?\Z"
 )
-_SIZE = re.compile(r"([0-9]{1,16})(?:([KMGT])(i?)B?)?\Z")
-_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 RANK_ZERO_OPTIONS: Final = frozenset({"--host", "--port", "--api-key-file"})
 """What only the front of rank zero needs: a grant's `rank_zero` words."""
@@ -198,19 +197,6 @@ def parse_grant_words(serving: Sequence[str], rank_zero: Sequence[str]) -> Servi
     return parse_serving([*serving, *rank_zero])
 
 
-def parse_size(text: str, what: str) -> int:
-    """Return the bytes that a size such as 24GiB, 500M or 1000 means (K, M, G and T are powers of 1024).
-
-    Raises:
-        UsageError: it is no size.
-    """
-    match = _SIZE.match(text)
-    size = int(match.group(1)) * 1024 ** _UNITS.get(match.group(2) or "", 0) if match else 0
-    if not 0 < size <= MAX_MEMORY:
-        raise UsageError(f"{what} takes a size such as 24GiB, not {printable(text)!r}.")
-    return size
-
-
 def _with_option(options: ServingOptions, name: str, value: str) -> ServingOptions:
     match name:
         case "--host":
@@ -226,7 +212,7 @@ def _with_option(options: ServingOptions, name: str, value: str) -> ServingOptio
         case "--threads":
             return replace(options, threads=_number(name, value, 1, MAX_THREADS))
         case "--memory-limit":
-            return replace(options, memory_limit=parse_size(value, name))
+            return replace(options, memory_limit=_size(name, value))
         case "--drain-timeout":
             return replace(options, drain_timeout=_seconds(name, value))
         case "--api-key-file":
@@ -254,6 +240,13 @@ def _number(name: str, text: str, smallest: int, largest: int) -> int:
             f"{name} takes a whole number from {smallest} to {largest}, not {printable(text)!r}."
         )
     return int(text)
+
+
+def _size(name: str, text: str) -> int:
+    size = parse_size(text)
+    if size is None or not 0 < size <= MAX_MEMORY:
+        raise UsageError(f"{name} takes a size such as 24GiB or 24GB, not {printable(text)!r}.")
+    return size
 
 
 def _seconds(name: str, text: str) -> float:

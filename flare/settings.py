@@ -21,24 +21,20 @@ core_cache = "/data/flare"
 from __future__ import annotations
 
 import difflib
-import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flare.errors import ConfigError, NotFoundError
-from flare.files import read_bounded
+from flare.files import read_trusted
 from flare.paths import Paths
+from flare.sizes import parse_size
 
 DEFAULT_PORT = 29900  # the specification's port for agents
 DEFAULT_LISTEN = f"[::]:{DEFAULT_PORT}"  # dual stack: IPv4 arrives there too
 DEFAULT_STALL_TIMEOUT = 120.0  # seconds without a byte before a payload stream fails
 MAX_SETTINGS_FILE = 1 << 20  # a settings file of a megabyte is a mistake
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +61,13 @@ class Settings:
         """Read `paths.settings_file`; without one everything has its default.
 
         Raises:
-            ConfigError: a syntax error with its line, an unknown key, or a value of the wrong kind.
+            ConfigError: a syntax error with its line, an unknown key, a value of the wrong kind; or a file
+                that others can change.
         """
         path = paths.settings_file
         try:
-            data = read_bounded(path, MAX_SETTINGS_FILE, "The settings file", ConfigError)
+            # It names programs that are run, so nobody else may write it.
+            data = read_trusted(path, MAX_SETTINGS_FILE, "The settings file", ConfigError)
         except NotFoundError:
             return cls()
         try:
@@ -79,13 +77,6 @@ class Settings:
         except tomllib.TOMLDecodeError as problem:
             raise ConfigError(f"{path} is not TOML: {problem}.") from None
         return _Checker(path).settings(document)
-
-
-def parse_size(text: str) -> int | None:
-    """Return the bytes that "500GB" or "2 GiB" stand for, or None."""
-    match = _SIZE.match(text)
-    unit = match and _UNITS.get(match.group(2).upper())
-    return int(float(match.group(1)) * unit) if match and unit else None
 
 
 class _Checker:

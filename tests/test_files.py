@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flare import files
-from flare.errors import ConfigError, IdentityError, NotFoundError, StorageError
+from flare.errors import BusyError, ConfigError, IdentityError, NotFoundError, StorageError
 
 
 def test_write_replaces_the_whole_file(tmp_path: Path) -> None:
@@ -32,6 +32,31 @@ def test_the_umask_does_not_weaken_a_mode(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+
+
+def test_a_new_file_never_replaces_another(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    files.write_new(path, b"first")
+    with pytest.raises(FileExistsError):
+        files.write_new(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_nlink == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "trust.toml"
+    with (
+        files.locked(path),
+        pytest.raises(BusyError, match=f"is changing {path} and does not finish"),
+        files.locked(path, wait=0.1),
+    ):
+        pass
+    with files.locked(path, wait=0.0):
+        pass
+    with pytest.raises(StorageError, match="Cannot lock"), files.locked(tmp_path / "absent" / "file"):
+        pass
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,10 +158,30 @@ def test_private_folder(tmp_path: Path) -> None:
         files.ensure_private_folder(folder)
 
 
+def test_missing_parents_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    cache = tmp_path / ".cache"
+    before = os.umask(0o002)
+    try:
+        cache.mkdir()
+        files.ensure_private_folder(cache / "flare" / "cores" / "one")
+    finally:
+        os.umask(before)
+    for path in (cache / "flare", cache / "flare" / "cores", cache / "flare" / "cores" / "one"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o775
+    (cache / "flare").chmod(0o775)
+    with pytest.raises(
+        IdentityError, match=f"Others may write to {cache}/flare. Run `chmod 700 {cache}/flare`"
+    ):
+        files.ensure_private_folder(cache / "flare" / "cores")
+
+
 def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Cannot make the folder"):
         files.ensure_private_folder(tmp_path / "file" / "sub")
+    with pytest.raises(StorageError, match=r"Cannot make the folder .*Not a directory"):
+        files.ensure_private_folder(tmp_path / "file")
 
 
 def test_read_bounded(tmp_path: Path) -> None:
@@ -163,3 +208,29 @@ def test_a_secret_that_others_can_read_is_refused_with_the_remedy(tmp_path: Path
         path.chmod(mode)
         with pytest.raises(IdentityError, match="chmod 600"):
             files.read_private(path, 100, "The key")
+
+
+def test_a_file_that_others_can_change_is_not_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(b"text")
+    path.chmod(0o644)
+    assert files.read_trusted(path, 100, "The file") == b"text"
+    for mode in (0o664, 0o646):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=f"can be changed by others .mode {mode:04o}.*chmod go-w"):
+            files.read_trusted(path, 100, "The file", ConfigError)
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "node.key"
+    path.write_bytes(b"secret")
+    path.chmod(0o600)
+    stranger = os.stat_result([*path.stat()[:4], 4711, *path.stat()[5:10]])
+    monkeypatch.setattr(os, "fstat", lambda _: stranger)
+    with pytest.raises(IdentityError, match=r"belongs to another user \(4711\).*chown"):
+        files.read_private(path, 100, "The key")
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        files.read_trusted(path, 100, "The settings file", ConfigError)
+    mine = os.stat_result([*path.stat()[:4], 0, *path.stat()[5:10]])
+    monkeypatch.setattr(os, "fstat", lambda _: mine)
+    assert files.read_private(path, 100, "The key") == b"secret"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,22 @@ def test_made_once_then_read(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert path.read_bytes().startswith(b"-----BEGIN PRIVATE KEY-----")
+
+
+def test_first_uses_at_once_agree_on_one_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "flare" / "agent" / "node.key"
+    start = threading.Barrier(4)
+    generate = Identity.generate
+
+    def together() -> Identity:
+        start.wait(10)  # all four have seen that there is no key
+        return generate()
+
+    monkeypatch.setattr(Identity, "generate", together)
+    with ThreadPoolExecutor(4) as pool:
+        found = {each.public_key for each in pool.map(Identity.load_or_create, [path] * 4)}
+    assert found == {Identity.load(path).public_key}
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_the_fingerprint_is_the_sha256_of_the_public_key() -> None:

@@ -8,13 +8,14 @@ import pytest
 
 from flare.errors import ConfigError
 from flare.paths import Paths
-from flare.settings import Settings, parse_size
+from flare.settings import Settings
 
 
 def load(tmp_path: Path, text: str | bytes) -> Settings:
     paths = Paths.from_environment({"HOME": str(tmp_path)})
     paths.config.mkdir(parents=True, exist_ok=True)
     paths.settings_file.write_bytes(text.encode() if isinstance(text, str) else text)
+    paths.settings_file.chmod(0o644)
     return Settings.load(paths)
 
 
@@ -76,17 +77,9 @@ def test_complaints(tmp_path: Path, text: str | bytes, complaint: str) -> None:
     assert complaint in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("10", 10),
-        ("2 GiB", 2 << 30),
-        ("0.5kb", 500),
-        ("1tb", 10**12),
-        ("", None),
-        ("GB", None),
-        ("1 XB", None),
-    ],
-)
-def test_sizes(text: str, size: int | None) -> None:
-    assert parse_size(text) == size
+def test_settings_that_others_can_write_are_refused(tmp_path: Path) -> None:
+    load(tmp_path, "")
+    path = Paths.from_environment({"HOME": str(tmp_path)}).settings_file
+    path.chmod(0o664)
+    with pytest.raises(ConfigError, match=f"can be changed by others .mode 0664.*`chmod go-w {path}`"):
+        Settings.load(Paths.from_environment({"HOME": str(tmp_path)}))

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,6 +17,8 @@ from flare.session import SocketAddress, format_address
 from flare.strict_json import Reader, loads
 
 MAX_LOCK = 64 * 1024  # a handful of addresses
+LOCK_WAIT = 0.5  # seconds: whoever only looks whether an agent runs holds the lock for microseconds
+LOCK_POLL = 0.02  # seconds between two tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +47,28 @@ class AgentLock:
     def __enter__(self) -> Self:
         ensure_private_folder(self._path.parent)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._take():
             os.close(self._descriptor)
             running = running_agent(self._path)
             where = f" (process {running.pid}, on {', '.join(running.listen)})" if running else ""
             raise BusyError(
                 f"Another agent runs for this account{where}. Stop it first; the installed one with "
                 "`systemctl --user stop flare-agent`."
-            ) from None
+            )
         os.ftruncate(self._descriptor, 0)
         return self
+
+    def _take(self) -> bool:
+        """Take the lock; tell whether that succeeded: `running_agent` holds it for a moment too."""
+        deadline = time.monotonic() + LOCK_WAIT
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+            time.sleep(LOCK_POLL)
 
     def tell(self, name: str, addresses: tuple[SocketAddress, ...]) -> None:
         """Write down where this agent listens, for `flare agent join-code`."""

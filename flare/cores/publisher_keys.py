@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flare.errors import ConfigError, NotFoundError, StorageError, UsageError
-from flare.files import ensure_private_folder, read_bounded, write_atomic
+from flare.files import ensure_private_folder, locked, read_trusted, write_atomic, write_new
 from flare.identity import Identity
 from flare.paths import Paths, check_name
 from flare.trust.publishers import PublisherProfile, TrustStore
@@ -24,12 +24,13 @@ def create_publisher(paths: Paths, name: str) -> Identity:
     """
     path = paths.publisher_keys / f"{check_name(name, 'publisher name')}{KEY_SUFFIX}"
     ensure_private_folder(paths.publisher_keys)
-    if path.exists():
+    identity = Identity.generate()
+    try:
+        write_new(path, identity.private_pem())
+    except FileExistsError:
         raise StorageError(
             f"There is a publisher {name} already, {path}. `flare publisher show {name}` prints its profile."
-        )
-    identity = Identity.generate()
-    write_atomic(path, identity.private_pem())
+        ) from None
     return identity
 
 
@@ -69,11 +70,11 @@ def load_trust_store(paths: Paths, file: Path | None = None) -> TrustStore:
         file: another trust store than this account's own.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged, or others can change it.
     """
     file = file or paths.trust_store
     try:
-        data = read_bounded(file, MAX_TRUST_STORE, "The trust store", ConfigError)
+        data = read_trusted(file, MAX_TRUST_STORE, "The trust store", ConfigError)
     except NotFoundError:
         return TrustStore()
     try:
@@ -93,11 +94,15 @@ def accept_publisher(paths: Paths, profile: PublisherProfile, file: Path | None 
     Raises:
         ConfigError: the trust store is damaged.
         StorageError: it cannot be written.
+        BusyError: another command changes it and does not finish.
     """
     file = file or paths.trust_store
-    store = load_trust_store(paths, file)
-    if store.accepts(profile.fingerprint):
+    if load_trust_store(paths, file).accepts(profile.fingerprint):
         return False
     ensure_private_folder(file.parent)
-    write_atomic(file, store.with_accepted(profile).to_text().encode("utf-8"))
+    with locked(file):
+        store = load_trust_store(paths, file)  # as it is under the lock
+        if store.accepts(profile.fingerprint):
+            return False
+        write_atomic(file, store.with_accepted(profile).to_text().encode("utf-8"))
     return True

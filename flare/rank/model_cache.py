@@ -28,7 +28,7 @@ from flare.cores.marker import (
 )
 from flare.cores.primary import Primary, load_primary
 from flare.errors import BusyError, ConflictError, FlareError, StorageError
-from flare.files import describe_os_error, fsync_folder
+from flare.files import describe_os_error, ensure_private_folder, fsync_folder
 from flare.paths import safe_component
 from flare_workers.ranges import Ranges
 
@@ -254,10 +254,11 @@ def new_entry(root: Path, name: EntryName) -> Iterator[Path]:
     Raises:
         BusyError: another rank is receiving the same entry.
         StorageError: the cache cannot be written.
+        IdentityError: others may write to it.
     """
     home = root / "models" / name.model_key
+    ensure_private_folder(home)
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(home / f".{name.entry_id}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as problem:
         raise describe_os_error(problem, "Cannot use the model cache") from None

@@ -43,8 +43,18 @@ _NO_ROUTE = frozenset(
     {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ETIMEDOUT, errno.EACCES}
 )
 
-# Handshakes under way by address, for each event loop: a semaphore belongs to one loop.
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]] = WeakKeyDictionary()
+
+class _Slots:
+    """The handshakes to one address that run at once; `users` hold one or wait for it."""
+
+    def __init__(self) -> None:
+        self.semaphore = asyncio.Semaphore(HANDSHAKES_PER_ADDRESS)
+        self.users = 0
+
+
+# Handshakes under way by address, for each event loop: a semaphore belongs to one loop. An address is there
+# only while somebody uses it: a long-lived agent connects to addresses that change.
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, _Slots]] = WeakKeyDictionary()
 
 
 async def connect(
@@ -128,10 +138,16 @@ async def _resolve(
 @contextlib.asynccontextmanager
 async def _slot(address: Any) -> AsyncIterator[None]:
     """Hold one of the handshakes that may run at once to one address."""
-    slots = _slots.setdefault(asyncio.get_running_loop(), {})
-    semaphore = slots.setdefault(address[:2], asyncio.Semaphore(HANDSHAKES_PER_ADDRESS))
-    async with semaphore:
-        yield
+    by_address = _slots.setdefault(asyncio.get_running_loop(), {})
+    slots = by_address.setdefault(address[:2], _Slots())
+    slots.users += 1
+    try:
+        async with slots.semaphore:
+            yield
+    finally:
+        slots.users -= 1
+        if not slots.users:
+            del by_address[address[:2]]
 
 
 async def _open(family: int, address: Any, local_address: str | None, timeout: float) -> socket.socket:

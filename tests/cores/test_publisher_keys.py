@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,40 @@ def test_a_publisher_is_not_replaced(paths: Paths) -> None:
     create_publisher(paths, "acme")
     with pytest.raises(StorageError, match="There is a publisher acme already"):
         create_publisher(paths, "acme")
+
+
+def test_of_two_that_make_a_publisher_one_is_refused(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Barrier(2)
+    generate = Identity.generate
+
+    def together() -> Identity:
+        start.wait(10)
+        return generate()
+
+    def create(_: int) -> bytes | None:
+        try:
+            return create_publisher(paths, "acme").public_key
+        except StorageError:
+            return None
+
+    monkeypatch.setattr(Identity, "generate", together)
+    with ThreadPoolExecutor(2) as pool:
+        made = [key for key in pool.map(create, range(2)) if key is not None]
+    assert made == [load_publisher(paths, "acme")[1].public_key]
+
+
+def test_publishers_accepted_at_once_are_all_kept(paths: Paths) -> None:
+    profiles = [PublisherProfile(f"p{number}", Identity.generate().public_key) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda profile: accept_publisher(paths, profile), profiles))
+    assert {each.name for each in load_trust_store(paths).publishers} == {each.name for each in profiles}
+
+
+def test_a_trust_store_that_others_can_write_is_refused(paths: Paths) -> None:
+    accept_publisher(paths, PublisherProfile("acme", Identity.generate().public_key))
+    paths.trust_store.chmod(0o666)
+    with pytest.raises(ConfigError, match="can be changed by others"):
+        load_trust_store(paths)
 
 
 @pytest.mark.parametrize("name", ["", "../acme", "a b", ".hidden"])

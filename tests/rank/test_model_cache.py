@@ -183,7 +183,7 @@ def test_what_a_killed_receiver_left_is_removed(core: Primary, tmp_path: Path) -
 def test_a_cache_that_cannot_be_written_is_named(core: Primary, tmp_path: Path) -> None:
     (tmp_path / "models").write_bytes(b"")
     with (
-        pytest.raises(StorageError, match="Cannot use the model cache"),
+        pytest.raises(StorageError, match="Cannot make the folder"),
         new_entry(tmp_path, EntryName.of(core, 1)),
     ):
         pass

@@ -22,7 +22,7 @@ from flare.errors import (
     VersionError,
 )
 from flare.identity import Identity
-from flare.session import HANDSHAKES_PER_ADDRESS, Session, connect
+from flare.session import HANDSHAKES_PER_ADDRESS, Session, connect, connecting
 from flare.session.connecting import drive
 from flare.session.connection import Session as Connection
 from flare.wire.handshake import Responder
@@ -125,6 +125,16 @@ def test_nobody_listens() -> None:
             UnreachableError, match=f"refused the connection: no agent listens on port {port}"
         ):
             await reach(port)
+
+    asyncio.run(main())
+
+
+def test_addresses_are_forgotten_after_their_handshakes() -> None:
+    async def main() -> None:
+        for _ in range(3):
+            with pytest.raises(UnreachableError, match="refused the connection"):
+                await reach(free_port())
+        assert connecting._slots[asyncio.get_running_loop()] == {}
 
     asyncio.run(main())
 
