@@ -77,10 +77,18 @@ class RankOutput:
         """Keep `line` and wake the followers; the oldest lines make room."""
         self._lines.append(line)
         self._size += line.size
+        self._make_room()
+        self._wake()
+
+    def keep_tail(self, retained_bytes: int) -> None:
+        """Retain only that many bytes from now on, the last ones."""
+        self._retained_bytes = min(retained_bytes, self._retained_bytes)
+        self._make_room()
+
+    def _make_room(self) -> None:
         while self._size > self._retained_bytes and len(self._lines) > 1:
             self._size -= self._lines.popleft().size
             self._first += 1
-        self._wake()
 
     def end(self) -> None:
         """Say that nothing more will come; followers end after the last line."""

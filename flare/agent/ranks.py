@@ -7,17 +7,23 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from flare.agent.run import RankSpec, Run
 from flare.errors import BusyError, ConflictError, FlareError, NotFoundError
 from flare.printable import printable
+from flare.strict_json import canonical
 from flare.wire.messages import GroupReport
 
 RETAIN_SECONDS = 300.0  # a successful run's history; failures stay until they are removed
 RETAIN_SUCCESSES = 16  # successful runs kept, in launch order
 GRANT_WINDOW = 660.0  # seconds: a grant lives 600 and may be issued 60 before our clock
 MAX_REMEMBERED = 4096  # launch identifiers; each lives at most a grant's window
-MAX_REPORTED = 1024  # runs; each takes up to some 1.5 kB of the 4 MiB that STATUS has
+RETAIN_FULL_FAILURES = 256  # failed runs are never dropped, but only the newest keep all of their output
+FAILURE_TAIL = 4096  # bytes of output that an older failed run keeps: what it said last
+MAX_REPORTED = 1024  # runs; more than a person looks at
+MAX_REPORTS = 1024 * 1024  # bytes without their reasons, of the 4 MiB that STATUS has
+MAX_REASONS = 1024 * 1024  # bytes of reasons, as much again; the rest is for devices and cores
 SHUTDOWN_GRACE = 10.0  # seconds for ranks to end by themselves when the agent ends
 
 
@@ -67,7 +73,7 @@ class Ranks:
         Raises:
             ConflictError: the launch was seen before.
             NotFoundError: the node has no such device.
-            BusyError: a running group holds a device, or the agent is ending.
+            BusyError: a running group holds a device or the rendezvous port, or the agent is ending.
         """
         if self._closing:
             raise BusyError("This node's agent is stopping. Launch the group again when it is back.")
@@ -83,6 +89,12 @@ class Ranks:
                 raise BusyError(
                     f"The group {run.spec.name} ({run.spec.launch}) holds {whole}. "
                     "Stop it first, or name GPUs that are free."
+                )
+            # Two launches may have been offered the same port, since their ranks bind it only later.
+            if spec.rendezvous_port is not None and spec.rendezvous_port == run.spec.rendezvous_port:
+                raise BusyError(
+                    f"The group {run.spec.name} ({run.spec.launch}) has the rendezvous port "
+                    f"{spec.rendezvous_port} of this node. Launch the group again: it gets another port."
                 )
             for gpu in spec.gpus:
                 if gpu in run.spec.gpus:
@@ -107,10 +119,6 @@ class Ranks:
             await run.gone.wait()
             self._runs.pop(run.spec.launch, None)
             raise
-
-    def abandon(self, run: Run) -> None:
-        """Give back a reservation that was never started."""
-        self._runs.pop(run.spec.launch, None)
 
     def _remember(self, memory: OrderedDict[str, float], launch: str, until: float) -> None:
         memory[launch] = until
@@ -183,26 +191,26 @@ class Ranks:
         return None
 
     def reports(self) -> tuple[GroupReport, ...]:
-        """Return what STATUS and METRICS say of the runs, oldest first; of too many the newest."""
-        return tuple(
-            GroupReport(
-                launch=run.spec.launch,
-                name=run.spec.name,
-                core=run.spec.core,
-                rank=run.spec.rank,
-                ranks=run.spec.ranks,
-                gpus=run.spec.gpus,
-                pid=run.pid if run.running else None,
-                state=run.state,
-                phase=run.phase,
-                status=run.status,
-                signal=run.signal,
-                uptime=run.uptime,
-                url=run.url if run.running else None,  # nobody answers there any more
-                reason=run.reason,
-            )
-            for run in self.all()[-MAX_REPORTED:]
-        )
+        """Return what STATUS and METRICS say of the runs, oldest first.
+
+        It always fits into them: of too many runs what runs is told and the newest, and of those the oldest
+        without their reasons.
+        """
+        newest = [*reversed(self.all())]
+        order = sorted(newest, key=lambda run: not run.running)  # what runs first; else as they were
+        room, reason_room = MAX_REPORTS, MAX_REASONS
+        told = {}
+        for run in order[:MAX_REPORTED]:
+            report = _report(run)
+            bare = replace(report, reason=None)
+            size = _size(bare)
+            reason_size = _size(report) - size
+            if size > room:
+                continue
+            room -= size
+            told[run.spec.launch] = report if reason_size <= reason_room else bare
+            reason_room = max(reason_room - reason_size, 0)
+        return tuple(told[launch] for launch in self._runs if launch in told)
 
     # -- ending ----------------------------------------------------------------------------------
 
@@ -230,13 +238,19 @@ class Ranks:
         del self._runs[launch]
 
     def prune(self) -> None:
-        """Drop successful runs that ended five minutes ago, and all but the last sixteen."""
+        """Drop successful runs that ended five minutes ago, and all but the last sixteen.
+
+        Failed runs stay, as the specification has it; of many the older ones keep the end of their output.
+        """
         now = self._clock()
         successes = [run for run in self._runs.values() if run.state == "exited"]
         excess = len(successes) - RETAIN_SUCCESSES
         for number, run in enumerate(successes):
             if number < excess or (run.ended is not None and now - run.ended >= RETAIN_SECONDS):
                 del self._runs[run.spec.launch]
+        failures = [run for run in self._runs.values() if run.state == "failed"]
+        for run in failures[:-RETAIN_FULL_FAILURES]:
+            run.output.keep_tail(FAILURE_TAIL)
 
     async def close(self) -> None:
         """End every rank: a chance to drain, then SIGKILL; return when nothing is left."""
@@ -251,3 +265,27 @@ class Ranks:
             run.kill()
         for run in runs:
             await run.gone.wait()
+
+
+def _report(run: Run) -> GroupReport:
+    return GroupReport(
+        launch=run.spec.launch,
+        name=run.spec.name,
+        core=run.spec.core,
+        rank=run.spec.rank,
+        ranks=run.spec.ranks,
+        gpus=run.spec.gpus,
+        pid=run.pid if run.running else None,
+        state=run.state,
+        phase=run.phase,
+        status=run.status,
+        signal=run.signal,
+        uptime=run.uptime,
+        url=run.url if run.running else None,  # nobody answers there any more
+        reason=run.reason,
+    )
+
+
+def _size(report: GroupReport) -> int:
+    """Return the bytes that a report takes in a body, with the comma behind it."""
+    return len(canonical(report.to_json())) + 1

@@ -6,14 +6,17 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flare.agent.ranks import RETAIN_SECONDS, RETAIN_SUCCESSES, Ranks
-from flare.agent.run import RankSpec
+from flare.agent.output import Line
+from flare.agent.ranks import RETAIN_FULL_FAILURES, RETAIN_SECONDS, RETAIN_SUCCESSES, Ranks
+from flare.agent.run import MAX_REASON, RankSpec, Run
 from flare.errors import BusyError, ConflictError, NotFoundError, RankError
+from flare.strict_json import canonical
 
 FAKE = str(Path(__file__).with_name("fake_flare.py"))
 GPUS = ("GPU-a", "GPU-b")
@@ -100,6 +103,21 @@ def test_other_devices_run_beside_and_the_whole_node_does_not() -> None:
     drive(scenario)
 
 
+def test_one_of_two_that_want_a_rendezvous_port_wins() -> None:
+    async def scenario(ranks: Ranks, clock: Clock) -> None:
+        await ranks.start(ranks.reserve(spec("a-1", rendezvous_port=29800), GPUS))
+        second = spec("b-1", gpus=("GPU-b",), rendezvous_port=29800)
+        with pytest.raises(BusyError, match=r"group a \(a-1\) has the rendezvous port 29800"):
+            ranks.reserve(second, GPUS)
+        assert ranks.holder_of("GPU-b") is None
+        ranks.check_unseen("b-1")  # it was refused, not started: it may come again
+        await ranks.start(ranks.reserve(replace(second, rendezvous_port=29801), GPUS))
+        await ranks.stop(ranks.find("a-1", running_only=True), now=False)
+        await ranks.start(ranks.reserve(spec("c-1", rendezvous_port=29800), GPUS))
+
+    drive(scenario)
+
+
 def test_a_device_that_is_not_there() -> None:
     async def scenario(ranks: Ranks, clock: Clock) -> None:
         with pytest.raises(NotFoundError, match="no GPU GPU-z"):
@@ -129,8 +147,7 @@ def test_a_launch_stopped_before_it_came_does_not_start() -> None:
             ranks.reserve(spec("glm-1"), GPUS)
         assert ranks.holder_of("GPU-a") is None
         clock.now += 700
-        ranks.abandon(ranks.reserve(spec("glm-1"), GPUS))
-        assert ranks.all() == ()
+        await finished(ranks, "glm-1", 0)
 
     drive(scenario)
 
@@ -193,6 +210,45 @@ def test_successes_go_after_five_minutes_failures_stay() -> None:
         assert ranks.reports() == ()
 
     drive(scenario)
+
+
+def ended(launch: str, reason: str, output: int = 0) -> Run:
+    run = Run(spec(launch), lambda: 0.0)
+    run.ended, run.status, run.reason = 1.0, 1, reason
+    for _ in range(output):
+        run.output.append(Line("x" * 1023, "stdout"))
+    return run
+
+
+def test_reports_always_fit_into_status() -> None:
+    ranks = Ranks()
+    ranks._runs = {
+        f"bad-{number}": ended(f"bad-{number}", "\U0001f525" * MAX_REASON) for number in range(2000)
+    }
+    reports = ranks.reports()
+    assert [report.launch for report in reports] == [f"bad-{number}" for number in range(976, 2000)]
+    with_reason = [report for report in reports if report.reason is not None]
+    assert len(with_reason) == 1024 * 1024 // (12 * MAX_REASON + len(',"reason":""'))
+    assert with_reason == list(reports[-len(with_reason) :])
+    assert sum(len(canonical(report.to_json())) for report in reports) < 2 * 1024 * 1024
+
+
+def test_what_runs_is_told_first() -> None:
+    ranks = Ranks()
+    running = Run(spec("alive-1"), lambda: 0.0)
+    ranks._runs = {"alive-1": running} | {
+        f"b-{number}": ended(f"b-{number}", "gone") for number in range(1024)
+    }
+    reports = ranks.reports()
+    assert (len(reports), reports[0].launch, reports[1].launch) == (1024, "alive-1", "b-1")
+
+
+def test_old_failures_keep_the_end_of_their_output() -> None:
+    ranks = Ranks()
+    count = RETAIN_FULL_FAILURES + 1
+    ranks._runs = {f"b-{number}": ended(f"b-{number}", "gone", output=64) for number in range(count)}
+    kept = [sum(line.size for line in run.output.retained) for run in ranks.all()]
+    assert kept == [4096] + [64 * 1024] * RETAIN_FULL_FAILURES
 
 
 def test_sixteen_successes_are_kept() -> None:
