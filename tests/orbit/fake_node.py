@@ -33,9 +33,7 @@ async def fake_node(
     """Listen; a request of a class in `answers` is answered by its function, others end the session."""
     identity = Identity.generate()
     facts = None if stranger else NodeFacts(name, "0.1.0", "x86_64", "linux", {"llama.cpp": "1"})
-    hello = Hello(
-        protocol, identity.public_key, None if stranger else revision, facts, "/usr/bin/flare"
-    )
+    hello = Hello(protocol, identity.public_key, None if stranger else revision, facts, "/usr/bin/flare")
 
     async def converse(session: Session) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -141,6 +142,11 @@ def test_rank_zero_of_a_launch_fetches_over_the_fabric(orbit: Lab, tmp_path: Pat
     saved = orbit.orbit_file.read_text()
     assert "roce_ring = true" in saved
     assert "transfer_streams = 3" in saved
+    held = orbit.flare("orbit", "run", "--name", "glm", "--dry-run")
+    assert "rank 0  maxwell  the CPU (cpu)  holds its data already" in held.out
+    assert "fetches" not in held.out
+    for directory in (orbit.folder / "maxwell/.cache/flare/cores").iterdir():
+        shutil.rmtree(directory)
     again = orbit.flare("orbit", "run", "--name", "glm", "--dry-run", "--transfer-streams", "2")
     assert "over 1 rail, 2 streams" in again.out
     chained = orbit.flare("orbit", "run", "--name", "glm", "--dry-run", "--roce-chain")
