@@ -89,8 +89,8 @@ def cli() -> None:
     """Serve models that are larger than one machine.
 
     \b
-    On each node:       flare agent --listen ADDR     and  flare agent join-code
-    On the controller:  flare orbit pair HOST --code CODE
+    On each node:       flare agent install           prints a one-time code
+    On the controller:  flare orbit pair HOST...      asks for each host's code
                         flare orbit run CORE
     """
 

@@ -17,8 +17,6 @@ from flare.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-PROGRESS_AFTER = 2.0  # seconds: what is done sooner needs no bar
-
 
 def say(text: str = "") -> None:
     """Print one line, or several of our own, on standard output."""

@@ -142,17 +142,6 @@ class _Handshake:
         if not self._finished:
             self._advance()
 
-    def end_of_stream(self) -> None:
-        """Take note that the peer closed.
-
-        Raises:
-            RemoteProtocolError: before the handshake was finished.
-        """
-        if self._failure is not None:
-            raise self._failure
-        if not self._finished:
-            self._fail("The connection ended during the handshake.")
-
     def _advance(self) -> None:
         raise NotImplementedError
 

@@ -35,6 +35,12 @@ def test_help_lists_every_command() -> None:
         assert f"  {name}" in result.stdout
 
 
+def test_help_does_not_recommend_a_code_in_argv() -> None:
+    shown = flare("--help").stdout
+    assert "flare orbit pair HOST...      asks for each host's code" in shown
+    assert "CODE" not in shown
+
+
 @pytest.mark.parametrize("name", list(root.COMMANDS))
 def test_every_command_has_help(name: str) -> None:
     result = flare(name, "--help")

@@ -106,23 +106,6 @@ def test_nothing_is_told_before_the_end() -> None:
                 method()
 
 
-@pytest.mark.parametrize("count", [0, 1, 100])
-def test_the_end_of_the_stream(count: int) -> None:
-    initiator, responder = roles()
-    responder.receive(initiator.to_send())
-    initiator.receive(responder.to_send()[:count])
-    for role in (initiator, responder):
-        with pytest.raises(RemoteProtocolError, match="ended during the handshake"):
-            role.end_of_stream()
-
-
-def test_the_end_after_the_handshake_is_no_fault() -> None:
-    initiator, responder = roles()
-    finish(initiator, responder)
-    initiator.end_of_stream()
-    responder.end_of_stream()
-
-
 # Refusals
 
 
@@ -248,8 +231,6 @@ def test_a_failure_sticks() -> None:
         responder.receive(b"x")
     with pytest.raises(NotAnAgentError):
         responder.receive(b"FLAREFLT")
-    with pytest.raises(NotAnAgentError):
-        responder.end_of_stream()
     with pytest.raises(LocalProtocolError):
         responder.ciphers()
 
@@ -262,7 +243,6 @@ CHUNKS = st.lists(
         st.just(b"FLAREFLT\x00\x07"),
         st.binary(min_size=32, max_size=32),
         st.just(b"\x00\x70" + bytes(112)),
-        st.just("end"),
         st.just("peer"),
     ),
     max_size=6,
@@ -279,10 +259,6 @@ def test_any_input_in_any_state(initiating: bool, chunks: list[bytes | str]) -> 
     for chunk in chunks:
         finished = role.finished
         try:
-            if chunk == "end":
-                role.end_of_stream()
-                assert role.finished
-                return
             if chunk == "peer":
                 with contextlib.suppress(RemoteProtocolError):  # the peer may have failed by what we sent
                     peer.receive(role.to_send())
