@@ -201,8 +201,8 @@ def _accepted(
     """
     from flare.cli.output import confirm, note
     from flare.cores.primary import load_primary
-    from flare.cores.publisher_keys import accept_publisher, load_trust_store
-    from flare.errors import ConfigError, TrustError
+    from flare.cores.publisher_keys import accept_publisher, ask_acceptance, load_trust_store
+    from flare.errors import ConfigError
     from flare.files import read_bounded
     from flare.rank.launch import Accepted
     from flare.trust.publishers import MAX_PROFILE, PublisherProfile
@@ -219,19 +219,7 @@ def _accepted(
         return Accepted(frozenset(known))
     primary = load_primary(core)
     if primary.fingerprint not in known:
-        answer = confirm(
-            f"The core {core} is signed by a publisher that is not accepted here.\n"
-            f"  fingerprint {primary.fingerprint}\n"
-            "Compare it with what `flare publisher show` prints where the core was made. Accept it?"
-        )
-        if answer is None:
-            raise TrustError(
-                f"The core {core} is signed by a publisher that is not accepted here. "
-                "Compare the fingerprint with its owner, then run the command again with\n"
-                f"  --accept-publisher {primary.fingerprint}"
-            )
-        if not answer:
-            raise TrustError(f"The publisher {primary.fingerprint} was not accepted, so nothing was started.")
+        ask_acceptance(core, primary.fingerprint, confirm)
     if not store.accepts(primary.fingerprint):
         accept_publisher(paths, PublisherProfile(f"publisher-{primary.fingerprint[:12]}", primary.publisher))
         note(f"Accepted the publisher {primary.fingerprint} (kept in {paths.trust_store}).")

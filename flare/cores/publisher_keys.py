@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from flare.errors import ConfigError, NotFoundError, StorageError, UsageError
+from flare.errors import ConfigError, NotFoundError, StorageError, TrustError, UsageError
 from flare.files import ensure_private_folder, locked, read_trusted, write_atomic, write_new
 from flare.identity import Identity
 from flare.paths import Paths, check_name
@@ -106,3 +107,28 @@ def accept_publisher(paths: Paths, profile: PublisherProfile, file: Path | None 
             return False
         write_atomic(file, store.with_accepted(profile).to_text().encode("utf-8"))
     return True
+
+
+def ask_acceptance(core: object, fingerprint: str, confirm: Callable[[str], bool | None]) -> None:
+    """Show a person the publisher of a core that is not accepted here, and ask.
+
+    Args:
+        core: how the core is named, for the sentences.
+        confirm: asks a question; None where nobody can answer.
+
+    Raises:
+        TrustError: the answer is no; or nobody can be asked, with the word that accepts the publisher.
+    """
+    answer = confirm(
+        f"The core {core} is signed by a publisher that is not accepted here.\n"
+        f"  fingerprint {fingerprint}\n"
+        "Compare it with what `flare publisher show` prints where the core was made. Accept this publisher?"
+    )
+    if answer is None:
+        raise TrustError(
+            f"The core {core} is signed by a publisher that is not accepted here, and nobody can be asked. "
+            "Compare the fingerprint with its owner, then run the command again with\n"
+            f"  --accept-publisher {fingerprint}"
+        )
+    if not answer:
+        raise TrustError(f"The publisher {fingerprint} was not accepted, so nothing was started.")

@@ -88,7 +88,10 @@ def test_a_publisher_that_nobody_accepted_is_refused_with_the_way_out(
 ) -> None:
     code, _, err = call(capsys, "run", str(core))
     assert code == 5
-    assert f"--accept-publisher {PUBLISHER.fingerprint}" in err
+    assert (
+        f"The core {core} is signed by a publisher that is not accepted here, and nobody can be asked." in err
+    )
+    assert f"\n  --accept-publisher {PUBLISHER.fingerprint}\n" in err
 
 
 def test_a_publisher_is_accepted_once(capsys: pytest.CaptureFixture[str], core: Path) -> None:
