@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Literal, cast
 
 from flare.errors import CoreError
+from flare.limits import MAX_FILES, MAX_RANKS, MAX_RUNS
 from flare.paths import check_relative_path
 from flare.printable import printable
 from flare.strict_json import MAX_COUNT, Reader, canonical, loads
@@ -23,9 +24,6 @@ Layout = Literal["multi_host", "single_host"]
 FORMAT = 1
 EXPORT_LENGTH = 16  # bytes: the first 32 hex digits of the SHA-256
 MAX_INDEX = 32 << 20  # bytes of JSON text; 65,536 files with long paths fit
-MAX_FILES = 65_536
-MAX_RUNS = 1_000_000  # over all ranks; a run costs 24 bytes in memory
-MAX_RANKS = 1024  # far above any group; bounds the per-rank lists
 MAX_MODEL_NAME = 200  # characters, so that a line of a table still holds it
 REVISIONS = ("gb10", "gb202", "gb300", "cpu")
 ENGINES = ("llama.cpp", "vllm", "sglang")

@@ -15,13 +15,12 @@ from typing import Any
 
 from flare.errors import FlareError, StorageError
 from flare.files import read_bounded, write_atomic
+from flare.limits import MAX_FILES, MAX_RUNS
 from flare.strict_json import Reader, canonical, loads
 
 AGENT_MARKER = ".verified"  # in cores/<entry>/
 MODEL_MARKER = ".flare-verified.json"  # in models/<model-key>/<entry-id>/
 MAX_MARKER = 64 * 1024 * 1024  # a million runs of some thirty characters each
-MAX_RUNS = 1_000_000  # the index's own bound
-MAX_FILES = 65_536  # the index's own bound
 MAX_STAMP = 2**64 - 1  # inodes and nanoseconds use all 64 bits; only Python reads this file
 STAMP_MEMBERS = ("device", "inode", "size", "mtime_ns")
 

@@ -17,10 +17,11 @@ from typing import Any, BinaryIO
 
 from flare.cores.gguf import GgufHead, read_head
 from flare.cores.hashing import open_regular
-from flare.cores.index import MAX_FILES, MODEL_FOLDER, is_code
+from flare.cores.index import MODEL_FOLDER, is_code
 from flare.cores.safetensors import Header, read_header
 from flare.errors import CoreError, NotFoundError, UsageError
 from flare.files import read_bounded
+from flare.limits import MAX_FILES
 from flare.paths import check_relative_path
 
 MAX_CONFIG = 16 << 20  # config.json and the weights' own index; the largest seen have 2 MB

@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import Final
 
 from flare.errors import RemoteProtocolError
+from flare.limits import MAX_RANKS
 from flare_workers.cipher import RecordCipher
 
 MAGIC: Final = b"FLARERNK"
@@ -24,8 +25,6 @@ VERSION: Final = 1
 NONCE_LENGTH: Final = 32
 KEY_LENGTH: Final = 32
 PROOF_LENGTH: Final = 32
-MAX_RANKS: Final = 1024
-"""As in the core index."""
 
 _PEER = struct.Struct(">8sBBH32s")
 _ZERO = struct.Struct(">H32s")

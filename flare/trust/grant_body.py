@@ -11,6 +11,7 @@ from typing import Any
 
 from flare.errors import LocalProtocolError, RemoteProtocolError
 from flare.identity import Identity
+from flare.limits import MAX_FILES, MAX_RANKS
 from flare.paths import check_name
 from flare.strict_json import Reader
 from flare.trust.signed import (
@@ -22,8 +23,6 @@ from flare.trust.signed import (
     sign,
 )
 
-MAX_MEMBERS = 1024  # ranks of one group
-MAX_FILES = 65_536  # the core format's own bound
 MAX_GPUS = 1024  # devices of one member
 MAX_WORDS = 256  # serving options; each is one word of an argv
 MAX_WORD = 4096  # characters of one of them
@@ -68,7 +67,7 @@ class Member:
         """Build the value from its JSON object."""
         reader = Reader(value, where)
         member = cls(
-            rank=reader.count("rank", limit=MAX_MEMBERS - 1),
+            rank=reader.count("rank", limit=MAX_RANKS - 1),
             name=check_name(reader.text("name"), f"node name in {where}", RemoteProtocolError),
             public_key=read_public_key(reader, "public_key"),
             address=reader.text("address", limit=MAX_ADDRESS),
@@ -335,7 +334,7 @@ def open_grant(record: SignedRecord, kind: str) -> Grant:
     launch = reader.text("group")
     if not _LAUNCH.match(launch):
         reader.fail("group", "is no launch identifier")
-    members = reader.list_of("members", Member.parse, limit=MAX_MEMBERS)
+    members = reader.list_of("members", Member.parse, limit=MAX_RANKS)
     fabric = reader.nested("transfer_fabric", default=None)
     grant = Grant(
         kind=kind,

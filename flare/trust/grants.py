@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from flare.errors import ClockSkewError, ConflictError, FlareError, ForbiddenError, RemoteProtocolError
+from flare.limits import MAX_RANGES
 from flare.trust.controllers import ControllerSet
 from flare.trust.grant_body import (
     KIND_RUN_GRANT,
@@ -37,7 +38,6 @@ from flare.trust.signed import SignedRecord
 CLOCK_TOLERANCE = 60  # seconds that a node's clock may be behind the controller's
 GRANT_LIFETIME = 600  # seconds: a grant bounds the launch, not the serving
 FETCH_LIFETIME = 24 * 3600  # seconds after `issued`: a long push outlives ten minutes
-MAX_RANGES = 65_536  # of one file in one request: more says that the ranges were not merged
 
 Ranges = Sequence[tuple[int, int]]
 PathFor = Callable[[TransferFabric, int, int], Sequence[int]]
@@ -376,7 +376,6 @@ __all__ = [
     "GRANT_LIFETIME",
     "KIND_RUN_GRANT",
     "KIND_TRANSFER_GRANT",
-    "MAX_RANGES",
     "CheckedGrant",
     "FabricHop",
     "Grant",

@@ -14,7 +14,7 @@ from flare.agent.transfers.route import Route, Stream, title
 from flare.agent.transfers.running import Progress
 from flare.agent.transfers.waiting import in_thread, settled
 from flare.errors import FlareError, IntegrityError, StorageError
-from flare.trust.grants import MAX_RANGES
+from flare.limits import MAX_RANGES
 from flare_workers.jobs import Hash, Receive, WorkerError
 from flare_workers.ranges import Ranges
 
