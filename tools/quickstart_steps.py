@@ -285,8 +285,6 @@ def run(arguments: argparse.Namespace) -> None:
         heading("5. The group")
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        shown = json.loads(flare(controller, "core", "show", str(core), "--json", show=False))
-        fingerprint = shown["publisher"]["fingerprint"]
         # Two hosts share one machine here, and an engine's threads spin while they wait for each other.
         threads = max(1, (os.cpu_count() or 1) // len(NODES))
         words = [
@@ -297,8 +295,6 @@ def run(arguments: argparse.Namespace) -> None:
             "--detach",
             "--threads",
             str(threads),
-            "--accept-publisher",
-            fingerprint,
         ]
         flare(controller, "orbit", "run", str(core), *words, "--host", "127.0.0.1", "--port", str(port))
         wait_until_ready(url, controller)
