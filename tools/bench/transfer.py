@@ -50,6 +50,7 @@ FLARE = Path(sys.executable).parent / "flare"
 FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 SHARDS = 2
 MEBIBYTE = 1 << 20
+EMPTY = "empty ssh"  # a connection that carries nothing; what it takes is taken off scp and rsync
 SCP_BAR = 2.5  # at two streams or more: times as fast as scp with the same cipher
 RSYNC_BAR = 3.5  # times as fast as rsync -W and sha256sum after it
 MEMORY_BAR = 8 * MEBIBYTE  # a worker's own, above what it shares
@@ -296,7 +297,7 @@ class Rounds:
         for streams in self._streams:
             found[flare_row(streams)] = lab.push(streams)
         lab.target.forget_cores()
-        measure("empty ssh", server.connect)
+        measure(EMPTY, server.connect)
         measure("scp", lambda: server.scp(lab.model, target))
         shutil.rmtree(target)
         target.mkdir()
@@ -304,7 +305,7 @@ class Rounds:
         measure("sha256sum", lambda: ssh.sha256sum(target, lab.digests))
         shutil.rmtree(target)
         for name in ("scp", "rsync"):
-            found[name]["seconds"] -= found["empty ssh"]["seconds"]
+            found[name]["seconds"] -= found[EMPTY]["seconds"]
         found["rsync + sha256sum"] = {
             key: found["rsync"][key] + found["sha256sum"][key] for key in ("cpu", "seconds")
         }
@@ -374,6 +375,8 @@ def print_table(report: dict[str, Any]) -> None:
         f"  {'':20} {'GB/s':>6} {'CPU-s/GB':>9} {'x floor':>8} {'main':>6} {'x scp':>6} {'x rsync+sum':>11}"
     )
     for row in report["rows"]:
+        if row["way"] == EMPTY:  # not by the gigabyte
+            continue
         rate = f"{row['gb_per_s']:.2f}" if "gb_per_s" in row else ""
         line = f"  {row['way']:20} {rate:>6} {row['cpu_s_per_gb']:>9.3f}"
         if "main_share" in row:
