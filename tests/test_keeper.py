@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,8 @@ if os.fork() == 0:
         open(sys.argv[1], "w").write(str(os.getpid()))
         time.sleep(600)
     os._exit(0)
+while not os.path.exists(sys.argv[1]) or not os.path.getsize(sys.argv[1]):
+    time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
 """
 
@@ -43,7 +45,7 @@ class Kept:
         theirs.close()
         self._received = b""
 
-    def line(self, seconds: float = 10) -> str:
+    def line(self, seconds: float = 60) -> str:
         while b"\n" not in self._received:
             assert select.select([self.control], [], [], seconds)[0], "the keeper said nothing"
             data = self.control.recv(4096)
@@ -56,7 +58,7 @@ class Kept:
     def close(self) -> None:
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)
+            self.process.wait(60)
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def keep(stack: contextlib.ExitStack, argv: list[str], tmp_path: Path) -> Kept:
     return kept
 
 
-def is_gone(process: int, seconds: float = 5) -> bool:
+def is_gone(process: int, seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -84,13 +86,16 @@ def is_gone(process: int, seconds: float = 5) -> bool:
     return False
 
 
-def read_when_there(path: Path) -> str:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text():
-            return path.read_text()
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
         time.sleep(0.02)
-    raise AssertionError(f"{path} never came")
+
+
+def read_when_there(path: Path) -> str:
+    until(lambda: path.exists() and bool(path.read_text()))
+    return path.read_text()
 
 
 def test_tells_how_it_ended(closing: contextlib.ExitStack, tmp_path: Path) -> None:
@@ -98,14 +103,14 @@ def test_tells_how_it_ended(closing: contextlib.ExitStack, tmp_path: Path) -> No
     assert kept.line().startswith("started ")
     assert kept.line() == "exited 3"
     assert kept.line() == "gone"
-    assert kept.process.wait(10) == 0
+    assert kept.process.wait(60) == 0
     assert (tmp_path / "out").read_text() == "hello\n"
 
 
 def test_program_that_is_not_there(closing: contextlib.ExitStack, tmp_path: Path) -> None:
     kept = keep(closing, [str(tmp_path / "nothing")], tmp_path)
     assert kept.line() == "failed No such file or directory"
-    assert kept.process.wait(10) == 1
+    assert kept.process.wait(60) == 1
 
 
 def test_terminate_reaches_the_leader_alone(closing: contextlib.ExitStack, tmp_path: Path) -> None:
@@ -129,7 +134,7 @@ def test_kill_reports_the_signal(closing: contextlib.ExitStack, tmp_path: Path) 
 
 
 def test_escaped_grandchild_dies_with_the_leader(closing: contextlib.ExitStack, tmp_path: Path) -> None:
-    kept = keep(closing, [sys.executable, "-c", ESCAPE, str(tmp_path / "pid"), "0.3"], tmp_path)
+    kept = keep(closing, [sys.executable, "-c", ESCAPE, str(tmp_path / "pid"), "0"], tmp_path)
     kept.line()
     escaped = int(read_when_there(tmp_path / "pid"))
     assert kept.line() == "exited 0"
@@ -142,7 +147,7 @@ def test_starter_gone_takes_everything(closing: contextlib.ExitStack, tmp_path: 
     leader = int(kept.line().split()[1])
     escaped = int(read_when_there(tmp_path / "pid"))
     kept.control.close()
-    assert kept.process.wait(10) == 0
+    assert kept.process.wait(60) == 0
     assert is_gone(leader, 0.1)
     assert is_gone(escaped, 0.1)
 
@@ -151,17 +156,27 @@ def test_killed_keeper_takes_the_leader(closing: contextlib.ExitStack, tmp_path:
     kept = keep(closing, ["sleep", "600"], tmp_path)
     leader = int(kept.line().split()[1])
     kept.process.kill()
-    kept.process.wait(10)
+    kept.process.wait(60)
     assert is_gone(leader)
 
 
 def test_signals_for_the_group_do_not_end_the_keeper(closing: contextlib.ExitStack, tmp_path: Path) -> None:
-    kept = keep(closing, ["sleep", "600"], tmp_path)
+    program = (
+        "import signal, time; signal.signal(15, lambda *_: print('asked', flush=True));"
+        "print('ready', flush=True)\nwhile True: time.sleep(60)"
+    )
+    kept = keep(closing, [sys.executable, "-c", program], tmp_path)
     kept.line()
+    output = tmp_path / "out"
+    until(lambda: output.read_text() == "ready\n")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(kept.process.pid, number)
-    time.sleep(0.1)
-    assert kept.process.poll() is None
+    # Who obeys an order has taken the signals before it; and its program still lives, unasked by them.
+    kept.control.sendall(keeper.TERMINATE)
+    until(lambda: output.read_text() == "ready\nasked\n")
+    kept.control.sendall(keeper.KILL)
+    assert kept.line() == f"exited -{signal.SIGKILL}"
+    assert kept.line() == "gone"
 
 
 def test_descriptors_reach_the_program_and_leave_the_keeper(
@@ -182,7 +197,7 @@ def test_descriptors_reach_the_program_and_leave_the_keeper(
         assert pipe.read() == b"key"  # ends although keeper and program both live on
     assert process.poll() is None
     control.close()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def test_wrong_command_line(tmp_path: Path) -> None:

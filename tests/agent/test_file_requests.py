@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -40,6 +41,7 @@ from flare.trust.grants import Member, sign_grant
 from flare.trust.signed import KIND_TRANSFER_GRANT
 from flare.wire.messages import Get, Have, Put, PutDone, Stat, Status
 from flare_workers.jobs import Channel
+from tests.agent.transfer_world import until
 from tests.agent.world import EXPORT, INDEX_SHA256, PUBLISHER, Agent, Peer, descendants_of, drive, wait_for
 from tests.cores.making import write_core
 from tests.workers import parts
@@ -268,9 +270,8 @@ def test_a_killed_worker_fails_the_put_alone(paired: Agent, controller: Peer) ->
     async def scenario() -> None:
         async with controller.session(paired) as session:
             await session.request(Put(kind="core", name=name, size=len(data)))
-            await asyncio.sleep(0.3)
-            spawner = [found for found in descendants_of(process) if parent_of(found) == process]
-            [worker] = [found for found in descendants_of(process) if parent_of(found) in spawner]
+            await until(lambda: bool(workers_of(process)))
+            [worker] = workers_of(process)
             os.kill(worker, signal.SIGKILL)
             with pytest.raises(FlareError):
                 await session.send_data(data)
@@ -296,9 +297,9 @@ def test_a_sender_killed_inside_a_record_sends_nothing_more(
             await session.request(Get(path=str(path), offset=0, length=32 * MIB))
             sock, channel = session.detach()
             with sock:
-                await until_full(sock)
-                spawner = [found for found in descendants_of(process) if parent_of(found) == process]
-                [worker] = [found for found in descendants_of(process) if parent_of(found) in spawner]
+                await until(lambda: bool(workers_of(process)))
+                [worker] = workers_of(process)
+                await until_full(sock, worker)
                 os.kill(worker, signal.SIGKILL)
                 wire = channel.ciphertext
                 while piece := await asyncio.get_running_loop().sock_recv(sock, MIB):
@@ -318,16 +319,30 @@ def test_a_sender_killed_inside_a_record_sends_nothing_more(
     assert len(wire) < 16 * MIB
 
 
-async def until_full(sock: socket.socket) -> None:
-    """Wait until nothing more comes, because nobody reads it."""
-    unread = [-1, 0]
-    while not unread[-1] or unread[-1] != unread[-2]:
-        await asyncio.sleep(0.3)
-        unread.append(int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder))
+async def until_full(sock: socket.socket, sender: int) -> None:
+    """Wait until nothing more comes, because nobody reads it: the sender slept all the while."""
+
+    def seen() -> tuple[int, bool, bytes]:
+        status = Path(f"/proc/{sender}/status").read_bytes()
+        unread = int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+        return unread, b"State:\tS" in status, status.partition(b"voluntary_ctxt_switches")[2]
+
+    before = (0, False, b"")
+    while not ((now := seen()) == before and now[0] and now[1]):
+        before = now
+        await asyncio.sleep(0.1)
 
 
-def parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
+def workers_of(agent: int) -> list[int]:
+    below = descendants_of(agent)
+    spawner = [found for found in below if parent_of(found) == agent]
+    return [found for found in below if parent_of(found) in spawner]
+
+
+def parent_of(process: int) -> int | None:
+    with contextlib.suppress(OSError):  # it ended while we looked
+        return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    return None
 
 
 def test_killed_agent_leaves_nothing_half_received(paired: Agent, controller: Peer) -> None:
@@ -534,7 +549,7 @@ def test_a_disk_that_fills_up_while_bytes_arrive(new_agent: Callable[..., Agent]
     agent = new_agent()
     agent.paths.cache.mkdir(parents=True)
     # The agent wants 256 MiB to stay free; somebody else takes them while the PUT is under way.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", agent.paths.cache], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m,mode=0700", "tmpfs", agent.paths.cache], check=True)
     try:
         agent.start("--accept-first")
         name = f"{ENTRY}/core.safetensors"
@@ -633,6 +648,6 @@ def test_no_worker_is_left_after_use(paired: Agent, controller: Peer) -> None:
     assert paired.process is not None
     below = descendants_of(paired.process.pid)
     assert paired.stop() == 0
-    wait_for(lambda: not any(Path(f"/proc/{process}").exists() for process in below), 5)
+    wait_for(lambda: not any(Path(f"/proc/{process}").exists() for process in below))
     with pytest.raises(UnreachableError):
         drive(controller.ask(paired, Status()))

@@ -154,7 +154,12 @@ def test_a_vanished_controller_changes_nothing(paired: Agent, controller: Peer) 
     async def scenario() -> None:
         async with controller.session(paired) as session:
             reply = await session.request(controller.run_request(paired, "chatter"))
-        await asyncio.sleep(0.5)
+        # What the rank says from now on has no reader: twice, so that the agent has noticed.
+        async with controller.session(paired) as other:
+            await other.request(Attach(group="glm"))
+            await lines_until(other, "ready")
+            await lines_until(other, "still here")
+            await lines_until(other, "still here")
         [group] = (await controller.ask(paired, Status())).groups
         assert group.state == "running"
         assert group.pid == reply.pid

@@ -17,6 +17,7 @@ from flare.agent.gpus import Reading
 from flare.agent.ranks import Ranks
 from flare.agent.run import RankSpec
 from flare.agent.sampler import MAX_DOCUMENT, Sampler, fetch_document, local_address
+from tests.agent.transfer_world import until
 from tests.agent.world import drive
 
 DOCUMENT = {"time": 1.0, "state": "serving", "model": "tiny"}
@@ -100,7 +101,7 @@ def test_an_endpoint_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("flare.agent.sampler.DOCUMENT_TIMEOUT", 0.3)
     started = time.monotonic()
     assert drive(fetched(http(b'{"a": '), hangs=True))[0] is None
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(
@@ -176,14 +177,12 @@ def test_a_failing_driver_does_not_end_the_sampler(
         devices.fails = True
         sampler = Sampler(devices, Ranks())
         task = asyncio.create_task(sampler.run())
-        await asyncio.sleep(0.2)
+        await until(lambda: "a sample failed" in caplog.text)
         devices.fails = False
-        await asyncio.sleep(0.2)
-        assert sampler.readings
+        await until(lambda: bool(sampler.readings))
         task.cancel()
 
     drive(scenario())
-    assert "a sample failed" in caplog.text
 
 
 def test_a_reading_is_shared_for_half_a_second() -> None:

@@ -73,7 +73,7 @@ def flip(path: Path, position: int) -> None:
 async def outcome(session: Session) -> TransferReply:
     """Wait for a transfer's end."""
     while True:
-        frame = await session.receive(TransferProgress, TransferReply, timeout=20)
+        frame = await session.receive(TransferProgress, TransferReply, timeout=60)
         if isinstance(frame, TransferReply):
             return frame
 
@@ -90,6 +90,13 @@ def busy_workers(agent: Agent) -> list[str]:
         if title.startswith("flare: ") and title not in ("flare: worker idle", "flare: spawner"):
             titles.append(title)
     return sorted(titles)
+
+
+def connected_ports(agent: Agent) -> set[int]:
+    """Return the ports of those whom an agent still has a connection with."""
+    assert agent.process is not None
+    found = psutil.Process(agent.process.pid).net_connections("tcp")
+    return {each.raddr.port for each in found if each.raddr}
 
 
 # -- wrong bytes -----------------------------------------------------------------------------------
@@ -336,13 +343,16 @@ def test_one_of_two_that_wait_leaves(pair: tuple[Agent, Agent], controller: Peer
     async def scenario() -> None:
         async with Gate(source, limit=8 * MIB) as gate:
             push.through = gate.address
-            async with asking(push, destination):
+            async with contextlib.AsyncExitStack() as stack:
+                first = await stack.enter_async_context(asking(push, destination))
                 await gate.at_limit.wait()
-                second = asyncio.create_task(push.ask(destination))
-                await asyncio.sleep(0.3)
-            await asyncio.sleep(0.3)
-            gate.open()
-            assert (await second).verified
+                async with asking(push, destination) as second:
+                    await second.receive(TransferProgress, timeout=60)  # it has joined
+                    port = first.local_address[1]
+                    await stack.aclose()
+                    await until(lambda: port not in connected_ports(destination))
+                    gate.open()
+                    assert (await outcome(second)).verified
 
     drive(scenario())
     push.same(destination)
@@ -440,7 +450,7 @@ def test_the_disk_fills_in_the_middle(
     cache = destination.paths.cache
     cache.mkdir(parents=True)
     # The agent wants 256 MiB to stay free; somebody else takes them while the transfer is under way.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=310m", "tmpfs", cache], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=310m,mode=0700", "tmpfs", cache], check=True)
     try:
         start((source, destination), controller)
         push = a_push((source, destination), controller, tmp_path, 32 * MIB)

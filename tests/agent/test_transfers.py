@@ -145,10 +145,15 @@ def test_two_transfers_of_one_core_become_one(
             push.through = gate.address
             first = asyncio.create_task(push.ask(destination))
             await gate.at_limit.wait()
-            second = asyncio.create_task(push.ask(destination))
-            await asyncio.sleep(0.3)
-            gate.open()
-            assert await first == await second
+            async with asking(push, destination) as second:
+                await second.receive(TransferProgress, timeout=60)  # it has joined: it sees the first one's
+                gate.open()
+                while isinstance(
+                    frame := await second.receive(TransferProgress, TransferReply, timeout=60),
+                    TransferProgress,
+                ):
+                    pass
+            assert await first == frame
             assert gate.connections == 4
 
     drive(scenario())

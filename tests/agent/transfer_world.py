@@ -298,7 +298,7 @@ async def asking(push: Push, agent: Agent, rank: int | None = None, **changes: A
         yield session
 
 
-async def until(condition: Callable[[], bool], seconds: float = 15) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -256,7 +256,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10, what: str = "it") -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60, what: str = "it") -> None:
     """Wait until `condition` holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -264,7 +264,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10, what: str = "it
         time.sleep(0.02)
 
 
-def drive(work: Any, seconds: float = 60) -> Any:
+def drive(work: Any, seconds: float = 180) -> Any:
     """Run a coroutine with a time-out."""
     return asyncio.run(asyncio.wait_for(work, seconds))
 

@@ -188,7 +188,7 @@ def read_until(process: subprocess.Popen[str], wanted: str, seconds: float = 30)
     raise AssertionError(f"{wanted!r} never came; what came:\n{''.join(lines)}")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never became true"

@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work`, which must end by itself: a test that hangs fails after ten seconds."""
+    """Run `work`, which must end by itself: a test that hangs fails after two minutes."""
 
     async def bounded() -> Result:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             return await work
 
     return asyncio.run(bounded())
@@ -88,7 +88,7 @@ class Meeting:
         await self.rendezvous.close()
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until `condition` holds."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in other threads and processes
@@ -105,7 +105,7 @@ def text_of(path: Path) -> str:
     return path.read_text(errors="replace")
 
 
-def until_true(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def until_true(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """The same, outside an event loop."""
     limit = time.monotonic() + seconds
     while not condition():

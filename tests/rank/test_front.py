@@ -199,8 +199,8 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         async with opened() as lab:
             task = asyncio.create_task(lab.status({"wait": True}))
             await until(lambda: lab.upstream.seen)
-            draining = asyncio.create_task(lab.front.drain(5))
-            await asyncio.sleep(0.05)
+            draining = asyncio.create_task(lab.front.drain(60))
+            await until(lambda: lab.front._draining)
             async with lab.client.get(lab.url + "/health") as response:
                 assert (response.status, await response.json()) == (503, {"status": "draining"})
             async with lab.post({}) as response:

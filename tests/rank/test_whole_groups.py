@@ -316,7 +316,8 @@ def test_alone_a_leaving_client_frees_the_engine_and_a_second_signal_cuts(
     assert "Paris" in group.chat()
     stream = group.stream(480)
     group.ranks[0].terminate()
-    time.sleep(2.2)
+    until_true(lambda: "draining: " in group.output(0))
+    time.sleep(2.1)  # counted from the first signal, which was taken before
     group.ranks[0].terminate()
     assert not stream.finish()
     group.until_gone()

@@ -89,7 +89,7 @@ class Lab:
         self.running = asyncio.create_task(self.rank.run())
 
     async def url(self) -> str:
-        await until(lambda: self.running.done() or self.lifecycle.phase is Phase.SERVING, 8)
+        await until(lambda: self.running.done() or self.lifecycle.phase is Phase.SERVING)
         match = re.search(r"^serving: (\S+) answers", "\n".join(self.said), re.MULTILINE)
         assert match, self.said
         return match[1]
@@ -110,7 +110,7 @@ async def started(
 
 async def failing(lab: Lab, error: type[FlareError], message: str) -> None:
     with pytest.raises(error, match=message):
-        await asyncio.wait_for(asyncio.shield(lab.running), 8)
+        await asyncio.wait_for(asyncio.shield(lab.running), 60)
     assert lab.lifecycle.phase is Phase.FAILED
     assert lab.rank._engine is None
 
@@ -171,7 +171,9 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             asking = asyncio.create_task(client.post(f"{url}/v1/completions", json={}))
             await until(lambda: lab.rank._front is not None and lab.rank._front.busy == 1)
             lab.signals.take(signal.SIGTERM)
-            await asyncio.sleep(0.1)
+            await until(lambda: lab.lifecycle.phase is Phase.DRAINING)
+            async with client.get(f"{url}/health") as response:  # it answers: it has not ended
+                assert (response.status, await response.json()) == (503, {"status": "draining"})
             assert not lab.running.done()
             lab.time = 2.0
             lab.signals.take(signal.SIGTERM)
@@ -191,7 +193,7 @@ def test_an_engine_that_dies_while_draining_is_the_reason(tmp_path: Path) -> Non
             asking = asyncio.create_task(client.post(f"{url}/v1/completions", json={}))
             await until(lambda: lab.rank._front is not None and lab.rank._front.busy == 1)
             lab.signals.take(signal.SIGTERM)
-            await asyncio.sleep(0.05)
+            await until(lambda: lab.lifecycle.phase is Phase.DRAINING)
             assert lab.rank._engine is not None
             lab.rank._failure.report(RankError("a rank is gone"))
             await failing(lab, RankError, "a rank is gone")
@@ -222,7 +224,7 @@ def test_an_engine_that_is_never_ready_is_not_waited_for(
 def test_a_signal_while_it_loads_ends_it(tmp_path: Path) -> None:
     async def work() -> None:
         async with started(tmp_path, status=503) as lab:
-            await until(lambda: lab.rank._engine is not None and lab.rank._engine.pid, 8)
+            await until(lambda: lab.rank._engine is not None and lab.rank._engine.pid)
             pid = lab.rank._engine.pid if lab.rank._engine else 0
             lab.signals.take(signal.SIGINT)
             assert await lab.running == 0

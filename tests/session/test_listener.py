@@ -489,12 +489,14 @@ def test_too_many_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stranger_has_ten_seconds_to_each_frame() -> None:
+    assert admission.STRANGER_FRAME_TIMEOUT == 10
+
     async def main() -> None:
         clock = Clock()
         async with listening(echo) as (bob, port):
             eve = await connect("127.0.0.1", port, EVE, hello=hello(EVE))
             await until(lambda: any(session._receiving for session in bob.sessions))
-            clock.forward(10)
+            clock.forward(admission.STRANGER_FRAME_TIMEOUT)
             with pytest.raises(UnreachableError):
                 await eve.receive(StatReply)
             await until(lambda: bob.admission.strangers == 0)

@@ -128,7 +128,7 @@ async def read_all(connection: socket.socket, size: int) -> bytes:
     return bytes(body)
 
 
-async def wait_until(condition: Callable[[], bool], *, seconds: float = 10.0) -> None:
+async def wait_until(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
     """Wait for something that another process does."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds

@@ -328,7 +328,7 @@ def test_cancelling_a_job_that_waits_for_a_worker(target: int) -> None:
         first, left = waiting(pool, target)
         await parts.wait_until(lambda: states(pool) == ["BUSY"])
         second, second_left = waiting(pool, target)
-        await asyncio.sleep(0.05)
+        await parts.wait_until(lambda: [each.worker is None for each in pool._assignments] == [False, True])
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second

@@ -182,13 +182,14 @@ def test_a_slow_peer_is_no_stalled_one(tmp_path: Path) -> None:
         left, right = parts.tcp_pair()
         left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         ours, _ = parts.channels()
-        job = parts.send_job(((0, 16 * MIB),), stall_timeout=0.5)
+        job = parts.send_job(((0, 16 * MIB),), stall_timeout=3.0)
         task = asyncio.ensure_future(pool.run(job, [(left, ours)], [descriptor]))
-        while not task.done():
-            await parts.read_all(right, min(2 * MIB, 16 * MIB))
-            await asyncio.sleep(0.1)
-            if task.done() or pool.reports()[0].bytes_done >= 12 * MIB:
-                break
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while loop.time() < begun + 3.5:  # longer than the time in which something must move
+            await parts.read_all(right, MIB)
+            await asyncio.sleep(0.35)
+            assert not task.done()
         drain = asyncio.ensure_future(parts.read_all(right, 32 * MIB))
         assert (await task).bytes_done == 16 * MIB
         left.close()
