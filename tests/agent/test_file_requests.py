@@ -549,7 +549,9 @@ def test_a_disk_that_fills_up_while_bytes_arrive(new_agent: Callable[..., Agent]
     agent = new_agent()
     agent.paths.cache.mkdir(parents=True)
     # The agent wants 256 MiB to stay free; somebody else takes them while the PUT is under way.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m,mode=0700", "tmpfs", agent.paths.cache], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300m,mode=0700", "tmpfs", agent.paths.cache], check=True
+    )
     try:
         agent.start("--accept-first")
         name = f"{ENTRY}/core.safetensors"
