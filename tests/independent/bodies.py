@@ -225,8 +225,8 @@ OKS: dict[str, Check] = {
 
 def check_body(frame: str, body: bytes, request: str | None = None) -> Json:
     """A frame's JSON body; an OK also needs the name of the request that it answers."""
-    large_reply = frame == "OK" and request in ("STATUS", "METRICS")
-    value = strict_json(body, LIMITS[TAGS[str(request) if large_reply else frame]])
+    large_reply = frame == "OK" and request in ("STATUS", "METRICS", "STAT")
+    value = strict_json(body, 4 * MEBIBYTE if large_reply else LIMITS[TAGS[frame]])
     check = OKS.get(request or "", members()) if frame == "OK" else BODIES.get(frame, members())
     check(value, frame)
     if "grant" in value and len(value["grant"]["body"].encode()) > MEBIBYTE:

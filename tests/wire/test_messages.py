@@ -20,9 +20,9 @@ from flare.errors import (
     PairingError,
     RemoteProtocolError,
 )
+from flare.limits import MAX_FILES, MAX_RANGES
 from flare.wire import messages as m
 from flare.wire.frames import BODY_LIMITS, MAX_REPORT, Tag
-from flare.wire.messages.base import MAX_RANGES
 from flare.wire.messages.groups import MAX_LINE
 from tests.vectors.examples import CONTROLLER, EXAMPLES, GROUP, LAUNCH_KEY, SIGNED_RUN, SIGNED_TRANSFER
 
@@ -105,8 +105,14 @@ def test_requests_name_their_replies() -> None:
 
 def test_limits_by_body() -> None:
     for body in CLASSES:
-        large = body in (m.StatusReply, m.MetricsReply)
+        large = body in (m.StatusReply, m.MetricsReply, m.StatReply)
         assert (MAX_REPORT if large else BODY_LIMITS[body.TAG]) == body.LIMIT
+
+
+def test_stat_holds_as_many_companions_as_a_core_may_have() -> None:
+    names = (f"model-{number:05d}-of-65535.safetensors" for number in range(MAX_FILES))
+    reply = m.StatReply(4_999_999_999, tuple(m.Companion(name, 4_999_999_999) for name in names))
+    assert m.StatReply.from_body(reply.to_body()) == reply
 
 
 def test_secrets_are_not_shown() -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flare.errors import RemoteProtocolError
+from flare.limits import MAX_FILES
 from flare.strict_json import Reader
 from flare.trust.signed import SignedRecord
-from flare.wire.frames import MIB, Tag
+from flare.wire.frames import MAX_REPORT, MIB, Tag
 from flare.wire.messages.base import (
     MAX_NAME_TEXT,
     MAX_PATH,
@@ -23,7 +24,6 @@ from flare.wire.messages.base import (
 )
 
 MAX_GET = 256 * MIB  # a primary's header and digest table, never a whole model
-MAX_COMPANIONS = 65_536  # the core format's own bound
 MAX_PUBLISHERS = 64  # profiles in one request; each has some 200 bytes
 MAX_TENSOR_PARALLEL = 1024  # ranks
 MAX_TOKEN = 4096  # an access token
@@ -60,6 +60,9 @@ class Companion:
 class StatReply(Message):
     """A primary's size in bytes, and its companions."""
 
+    LIMIT: ClassVar[int] = MAX_REPORT  # as many companions as a core may have, with names such as Hubs give
+    VALUES: ClassVar[int] = MAX_REPORT  # a node's answer to a controller
+
     size: int
     companions: tuple[Companion, ...] = ()
 
@@ -70,7 +73,7 @@ class StatReply(Message):
     @classmethod
     def parse(cls, reader: Reader) -> StatReply:
         """Build the value from its members."""
-        return cls(reader.count("size"), reader.list_of("companions", Companion.parse, limit=MAX_COMPANIONS))
+        return cls(reader.count("size"), reader.list_of("companions", Companion.parse, limit=MAX_FILES))
 
 
 @dataclass(frozen=True, slots=True)
