@@ -24,10 +24,10 @@ def read(content: bytes, **options: Any) -> Header:
 
 
 def test_reads_what_the_safetensors_package_writes(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
+    import numpy as np
     from safetensors.numpy import save_file
 
-    arrays = {"a": numpy.zeros((2, 3), dtype=numpy.float32), "b": numpy.ones((5,), dtype=numpy.int64)}
+    arrays = {"a": np.zeros((2, 3), dtype=np.float32), "b": np.ones((5,), dtype=np.int64)}
     save_file(arrays, tmp_path / "x.safetensors", metadata={"format": "np"})
     with (tmp_path / "x.safetensors").open("rb") as file:
         header = read_header(file, "x")

@@ -33,10 +33,7 @@ from tests.cores.making import MIB, write_core
 from tests.netlab.agents import Agents, agents
 from tests.netlab.test_transfers import slow_down
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the lab builds network namespaces"),
-]
+pytestmark = pytest.mark.root
 
 ROUNDS = int(os.environ.get("FLARE_KILL_ROUNDS", "5"))
 SEED = int(os.environ.get("FLARE_KILL_SEED", secrets.randbelow(1_000_000)))

@@ -19,9 +19,6 @@ from netlab.guard import NAMESPACES, start_time
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
-root = pytest.mark.root
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the lab builds network namespaces")
-
 SERVER = """
 import socket, sys
 with socket.create_server((sys.argv[1], 29900)) as server:
@@ -81,8 +78,7 @@ def prefix_of(pid: int) -> str:
     return f"netlab-{pid}-{start_time(pid)}-"
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_hosts_are_apart_and_meet_on_the_management_network() -> None:
     with Lab(hosts=2) as lab:
         homes = set()
@@ -101,8 +97,7 @@ def test_hosts_are_apart_and_meet_on_the_management_network() -> None:
     assert ours(prefix_of(os.getpid())) == []
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_a_ring_connects_neighbours_alone_and_counters_show_which_cable_was_used(tmp_path: Path) -> None:
     with Lab(hosts=4, topology="ring", rails=2, folder=tmp_path) as lab:
         assert {(cable.low, cable.high, cable.rail) for cable in lab.cables} == {
@@ -131,8 +126,7 @@ def test_a_ring_connects_neighbours_alone_and_counters_show_which_cable_was_used
     ]
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_cables_are_cut_restored_and_deleted() -> None:
     with Lab(hosts=3, topology="chain") as lab:
         assert [(cable.low, cable.high) for cable in lab.cables] == [(0, 1), (1, 2)]
@@ -168,8 +162,7 @@ def test_cables_are_cut_restored_and_deleted() -> None:
         stop(server)
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_the_fabric_sees_the_kernels_own_interfaces() -> None:
     code = """
 import json
@@ -202,8 +195,7 @@ print(json.dumps([asdict(one) for one in read_endpoints(interfaces=("fabric0", "
         wait_for(lambda: len(endpoints()) == 2)
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_an_exception_and_a_second_close_leave_nothing() -> None:
     with pytest.raises(KeyboardInterrupt), Lab() as lab:
         server = serve(lab.hosts[0])
@@ -226,8 +218,7 @@ def start_cli(*words: str) -> subprocess.Popen[str]:
     )
 
 
-@root
-@needs_root
+@pytest.mark.root
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_lab_whose_owner_is_ended_is_removed_with_its_processes(number: signal.Signals) -> None:
     process = start_cli("--hosts", "2", "--", "sh", "-c", "echo pid $$; trap '' INT TERM; sleep 60; sleep 60")
@@ -247,8 +238,7 @@ def test_a_lab_whose_owner_is_ended_is_removed_with_its_processes(number: signal
     wait_for(lambda: not any(start_time(pid) for pid in pids))
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_what_a_killed_guard_left_is_removed_by_the_next_lab() -> None:
     gone = subprocess.Popen(["true"])
     old = prefix_of(gone.pid).replace("None", "1") + "0-"
@@ -269,8 +259,7 @@ def test_what_a_killed_guard_left_is_removed_by_the_next_lab() -> None:
         subprocess.run(["ip", "netns", "delete", f"{kept}host0"], check=True)
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_a_lab_outlives_its_guard_and_is_removed_all_the_same() -> None:
     with Lab() as lab:
         assert lab._guard is not None
@@ -281,8 +270,7 @@ def test_a_lab_outlives_its_guard_and_is_removed_all_the_same() -> None:
     assert not home.parent.exists()
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_a_lab_that_cannot_be_built_is_removed(tmp_path: Path) -> None:
     (tmp_path / "host1").write_text("a file where a HOME must be")
     with pytest.raises(FileExistsError), Lab(folder=tmp_path):
@@ -290,8 +278,7 @@ def test_a_lab_that_cannot_be_built_is_removed(tmp_path: Path) -> None:
     assert ours(prefix_of(os.getpid())) == []
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_the_command_line_runs_a_command_everywhere_and_passes_failures_on() -> None:
     process = start_cli("--hosts", "3", "--chain", "--", "sh", "-c", 'uname -n; [ "$(uname -n)" != host1 ]')
     output, _ = process.communicate(timeout=30)
@@ -306,8 +293,7 @@ def test_the_command_line_runs_a_command_everywhere_and_passes_failures_on() -> 
     assert process.returncode == 1
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_without_a_command_the_lab_describes_itself_and_stays() -> None:
     process = start_cli("--ring", "--hosts", "3")
     assert process.stdout is not None
@@ -332,8 +318,7 @@ def test_without_root_the_refusal_says_so() -> None:
     assert done.stderr == "netlab: The lab makes network namespaces, which only root may. Run it as root.\n"
 
 
-@root
-@needs_root
+@pytest.mark.root
 def test_without_the_ip_command_the_refusal_names_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

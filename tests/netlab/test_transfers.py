@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -18,10 +17,7 @@ from netlab.lab import Topology
 from tests.cores.making import MIB, pattern, write_core
 from tests.netlab.agents import STALL_SECONDS, Agents, Memory, Traffic, agents, used, wait_for
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the lab builds network namespaces"),
-]
+pytestmark = pytest.mark.root
 
 WEIGHTS = "model/weights.safetensors"
 SMALL = 3 * MIB  # what control traffic may come to on the management network, far below any payload here

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -18,11 +17,7 @@ from netlab import Lab
 from tests.cores.making import PUBLISHER
 from tests.rank.lab import KEY, text_of, until_true
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.engine,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the lab builds network namespaces"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.engine]
 
 READY_LIMIT = 90.0
 NOTICED = 5.0  # the promise for a cable that was cut

@@ -304,11 +304,7 @@ def test_a_full_disk_says_what_is_missing() -> None:
 
 @pytest.mark.root
 def test_a_small_filesystem_that_fills_up(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("this place does not allow mounting")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
         descriptor = parts.new_file(tmp_path / "file", SIZE)
 
