@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flare.cores.publisher_keys import accept_publisher as store_accepted
-from flare.cores.publisher_keys import load_publisher, load_trust_store, publisher_names
+from flare.cores.publisher_keys import ask_acceptance, load_publisher, load_trust_store, publisher_names
 from flare.errors import ConfigError, FlareError, TrustError
 from flare.files import read_bounded
 from flare.orbit.controller import Controller
@@ -52,21 +52,7 @@ def accept_publisher(
         )
     profile = _unnamed(core)
     if accepted is None:
-        question = (
-            f"The core {core.reference} is signed by a publisher that is not accepted here.\n"
-            f"  fingerprint {fingerprint}\n"
-            "Compare it with what `flare publisher show` prints where the core was made. Accept this "
-            "publisher?"
-        )
-        answer = controller.reporter.confirm(question)
-        if answer is None:
-            raise TrustError(
-                f"The core {core.reference} is signed by a publisher that is not accepted here, and nobody "
-                "can be asked. Compare the fingerprint with its owner, then run the command again with\n"
-                f"  --accept-publisher {fingerprint}"
-            )
-        if not answer:
-            raise TrustError(f"The publisher {fingerprint} was not accepted, so nothing was started.")
+        ask_acceptance(core.reference, fingerprint, controller.reporter.confirm)
     store_accepted(controller.paths, profile, trust_store)
     kept = trust_store or controller.paths.trust_store
     controller.reporter.note(f"Accepted the publisher {fingerprint} (kept in {kept}).")

@@ -34,7 +34,8 @@ async def add_controller(controller: Controller, name: str, public_key: str) -> 
 
     Raises:
         IdentityError: that is no public key.
-        ConflictError: the name or key is in the set, or another controller changed the set first.
+        UsageError: the name or key is in the set, or the set is full.
+        ConflictError: another controller changed the set first.
         ForbiddenError: this controller is not in the set itself.
     """
     check_name(name, "controller name")
@@ -50,7 +51,8 @@ async def remove_controller(controller: Controller, selector: str) -> Distributi
 
     Raises:
         NotFoundError: it is not in the set.
-        ConflictError: it is the last one, or another controller changed the set first.
+        UsageError: several match, or it is the last one.
+        ConflictError: another controller changed the set first.
         ForbiddenError: this controller is not in the set itself.
     """
     return await _change(controller, lambda old: old.with_removed(controller.identity, selector))

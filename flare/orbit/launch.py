@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flare.errors import FlareError, ProtocolError, RemoteProtocolError, UnreachableError, VersionError
+from flare.errors import (
+    BusyError,
+    FlareError,
+    ProtocolError,
+    RemoteProtocolError,
+    UnreachableError,
+    VersionError,
+)
 from flare.orbit.acceptance import accept_publisher, preview_publisher
 from flare.orbit.candidates import (
     WILDCARDS,
@@ -43,13 +50,14 @@ from flare.placement import Placed, Placement
 from flare.session import format_address, parse_address
 from flare.trust.grants import Grant, Member, TransferFabric, new_launch_id, sign_grant
 from flare.trust.publishers import PublisherProfile
-from flare.trust.signed import KIND_RUN_GRANT, KIND_TRANSFER_GRANT
+from flare.trust.signed import KIND_RUN_GRANT, KIND_TRANSFER_GRANT, SignedRecord
 from flare.wire.messages import Run, Status, StatusReply
 from flare_workers.spawner import SpawnerHandle
 
 GRANT_SECONDS = 600  # the specification's ten minutes
 RUN_TIMEOUT = 60.0  # seconds for an agent to check a grant, open its cache entry and start a process
 LAUNCH_KEY_LENGTH = 32  # bytes
+RENDEZVOUS_TRIES = 8  # ports that other launches may take between the question and RUN
 OTHERS_TIMEOUT = 1.5  # seconds for nodes that are only asked whether a name is taken
 
 
@@ -61,7 +69,8 @@ class Plan:
         nodes: the members' nodes in rank order.
         executables: what each member runs, by node name.
         override: an executable of the operator's own instead of the installed ones.
-        rendezvous: rank zero's "address:port" for its peers; None with one member.
+        rendezvous: rank zero's "address:port" for its peers, as things are now; None with one member. It is
+            asked for again when the core is staged, which may take hours.
         cache_free: bytes that rank zero's cache may still take.
         fabric: links between the members, where rank zero fetches the core from another one of them.
         way: how the core comes to rank zero from another node; None when none has to send it.
@@ -301,57 +310,96 @@ async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> G
         held=plan.held,
     )
     await stage_core(client, staging, spawner)
-    issued = _now()
-    run_grant = replace(
-        grant,
-        kind=KIND_RUN_GRANT,
-        rendezvous=plan.rendezvous,
-        launch_key_sha256=hashlib.sha256(key).hexdigest(),
-        issued=issued,
-        expires=issued + GRANT_SECONDS,
-    )
-    signed = sign_grant(client.controller.identity, run_grant)
     group = Group(plan.name, launch_id, plan.url, [])
-    asked: list[tuple[int, NodeEntry]] = []
-
-    async def start(rank: int, node: NodeEntry) -> RankStream:
-        session = await client.open(node)
-        try:
-            asked.append((rank, node))
-            executable = plan.override.to_message() if plan.override is not None else None
-            request = Run(signed, rank, plan.publisher.to_text(), key, executable)
-            await session.request(request, timeout=RUN_TIMEOUT)
-        except BaseException:
-            await session.close()
-            raise
-        return RankStream.of(rank, node, session)
-
+    starter = _Starter(client, plan, grant, key)
     try:
-        group.streams.append(await start(0, plan.nodes[0]))
+        group.streams.append(await starter.start_rank_zero())
         results = await asyncio.gather(
-            *(start(rank, node) for rank, node in enumerate(plan.nodes) if rank > 0), return_exceptions=True
+            *(starter.start(rank) for rank in range(1, len(plan.nodes))), return_exceptions=True
         )
         group.streams.extend(result for result in results if isinstance(result, RankStream))
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-    except BaseException as problem:
-        await _undo(client, group, asked, problem)
+    except BaseException:
+        await _undo(client, group, starter, plan.nodes)
         raise
     return group
 
 
-async def _undo(
-    client: Client, group: Group, asked: list[tuple[int, NodeEntry]], problem: BaseException
-) -> None:
-    """Stop what was started: a member that may have taken RUN is asked to stop too."""
+class _Starter:
+    """Sends RUN to the members, and knows on which of them a rank may be.
+
+    Attributes:
+        unsure: ranks that were asked and did not refuse: they run, or their answer was lost or is still due.
+    """
+
+    def __init__(self, client: Client, plan: Plan, grant: Grant, key: bytes) -> None:
+        self._client = client
+        self._plan = plan
+        self._grant = replace(
+            grant, kind=KIND_RUN_GRANT, launch_key_sha256=hashlib.sha256(key).hexdigest(), rendezvous=None
+        )
+        self._key = key
+        self._signed: SignedRecord | None = None
+        self.unsure: set[int] = set()
+
+    async def start_rank_zero(self) -> RankStream:
+        """Start rank zero at a rendezvous port that is free now; the plan's may have been taken meanwhile.
+
+        Two launches can be told the same port. The agent gives it to one of them and refuses the other, which
+        asks again.
+        """
+        await self._sign()
+        for _ in range(RENDEZVOUS_TRIES):
+            refused = self._grant.rendezvous
+            try:
+                return await self.start(0)
+            except BusyError:
+                await self._sign()
+                if self._grant.rendezvous == refused:
+                    raise  # the port is not what is taken
+        return await self.start(0)
+
+    async def _sign(self) -> None:
+        plan = self._plan
+        rendezvous = None if plan.rendezvous is None else await _rendezvous(self._client, plan.nodes)
+        issued = _now()
+        self._grant = replace(
+            self._grant, rendezvous=rendezvous, issued=issued, expires=issued + GRANT_SECONDS
+        )
+        self._signed = sign_grant(self._client.controller.identity, self._grant)
+
+    async def start(self, rank: int) -> RankStream:
+        """Start one rank under the grant that rank zero took."""
+        plan, node = self._plan, self._plan.nodes[rank]
+        assert self._signed is not None, "rank zero is started first"
+        executable = plan.override.to_message() if plan.override is not None else None
+        request = Run(self._signed, rank, plan.publisher.to_text(), self._key, executable)
+        session = await self._client.open(node)
+        self.unsure.add(rank)
+        try:
+            await session.request(request, timeout=RUN_TIMEOUT)
+        except BaseException as problem:
+            if _is_refusal(problem):
+                self.unsure.discard(rank)
+            await session.close()
+            raise
+        return RankStream.of(rank, node, session)
+
+
+def _is_refusal(problem: BaseException) -> bool:
+    """Tell whether a node answered that it started nothing; whoever is cut off or unclear may run a rank."""
+    unclear = (UnreachableError, ProtocolError, VersionError)
+    known = isinstance(problem, FlareError) and type(problem) is not FlareError
+    return known and not isinstance(problem, unclear)
+
+
+async def _undo(client: Client, group: Group, starter: _Starter, nodes: Sequence[NodeEntry]) -> None:
+    """Stop every member that may run; a node remembers the STOP of a launch that has not come yet."""
     for stream in group.streams:
         await stream.session.close()
-    started = {stream.rank for stream in group.streams}
-    # A member that refused with an answer has nothing; one whose answer was lost may run.
-    unsure = (UnreachableError, ProtocolError, VersionError)
-    refused = isinstance(problem, FlareError) and not isinstance(problem, unsure)
-    members = [(rank, node) for rank, node in asked if rank in started or not refused]
+    members = [(rank, nodes[rank]) for rank in sorted(starter.unsure)]
     if not members:
         return
     client.controller.reporter.note(f"Stopping what was started of {group.name}.")

@@ -7,36 +7,34 @@ between is noticed.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flare.errors import BusyError, ConfigError, ConflictError, NotFoundError
-from flare.files import describe_os_error, ensure_private_folder, read_bounded, write_atomic
+from flare.errors import ConfigError, ConflictError, NotFoundError
+from flare.files import LOCK_WAIT, ensure_private_folder, locked, read_trusted, write_atomic
 from flare.orbit.orbit_records import GroupDefinition, NodeEntry, OrbitFile, parse_orbit_file
 from flare.orbit.toml_text import append_table, remove_table, set_values
 from flare.trust.signed import SignedRecord
 
 MAX_ORBIT_FILE = 16 * 1024 * 1024  # thousands of controller revisions of 64 keys each stay below this
-LOCK_WAIT = 10.0  # seconds; an edit takes milliseconds, so a longer wait means a stuck command
 
 
 def load_orbit_file(path: Path) -> OrbitFile:
     """Read orbit.toml; a file that does not exist is an empty orbit.
 
     Raises:
-        ConfigError: it says something that cannot be meant; the message names lines.
+        ConfigError: it says something that cannot be meant, and the message names lines; or others can
+            change it.
     """
     return parse_orbit_file(path, _read(path))
 
 
 def _read(path: Path) -> bytes:
     try:
-        return read_bounded(path, MAX_ORBIT_FILE, "The orbit file", ConfigError)
+        # It names the keys that grants are made for, and programs that are uploaded.
+        return read_trusted(path, MAX_ORBIT_FILE, "The orbit file", ConfigError)
     except NotFoundError:
         return b""
 
@@ -189,34 +187,10 @@ def edit_orbit_file(path: Path, *, lock_wait: float = LOCK_WAIT) -> Iterator[Orb
         StorageError: it cannot be written.
     """
     ensure_private_folder(path.parent)
-    with _lock(path.with_name(path.name + ".lock"), lock_wait):
+    with locked(path, wait=lock_wait):
         edit = OrbitEdit(path, _read(path))
         yield edit
         edit.write()
-
-
-@contextmanager
-def _lock(path: Path, wait: float) -> Iterator[None]:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as problem:
-        raise describe_os_error(problem, "Cannot lock") from None
-    try:
-        deadline = time.monotonic() + wait
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise BusyError(
-                        f"Another flare command is changing {path.with_suffix('')} and does not finish. Wait "
-                        "for it or end it, then run this one again."
-                    ) from None
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _index(names: list[str], name: str) -> int:

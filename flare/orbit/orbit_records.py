@@ -15,12 +15,11 @@ from typing import Any
 
 from flare.errors import ConfigError, FlareError, NotFoundError
 from flare.identity import fingerprint, public_key_from_hex
+from flare.limits import MAX_STREAMS
 from flare.orbit.toml_text import line_of
 from flare.paths import check_name
 from flare.printable import printable
 from flare.trust.signed import SignedRecord
-
-MAX_TRANSFER_STREAMS = 64  # the protocol's bound for one destination file
 
 _RECORD_KEYS = ("body", "signer", "signature")
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -438,12 +437,12 @@ class _Reading:
                 sentence = f"roce_ring and roce_chain of {where} are both true; nodes are cabled one way."
                 self.complain("group", index, "roce_chain", sentence)
             streams = values["transfer_streams"] = table.get("transfer_streams")
-            if streams is not None and (type(streams) is not int or not 1 <= streams <= MAX_TRANSFER_STREAMS):
+            if streams is not None and (type(streams) is not int or not 1 <= streams <= MAX_STREAMS):
                 self.complain(
                     "group",
                     index,
                     "transfer_streams",
-                    f"transfer_streams of {where} must be a whole number from 1 to {MAX_TRANSFER_STREAMS}.",
+                    f"transfer_streams of {where} must be a whole number from 1 to {MAX_STREAMS}.",
                 )
             if any(number < 0 for number in values["gpus"]):
                 self.complain("group", index, "gpus", f"gpus of {where} are device indices, from 0 upward.")

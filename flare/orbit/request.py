@@ -8,7 +8,8 @@ from pathlib import Path
 
 from flare.cores.reference import CoreReference, LocalReference, parse_reference
 from flare.errors import ConfigError, UsageError
-from flare.orbit.orbit_records import MAX_TRANSFER_STREAMS, GroupDefinition, NodeEntry, OrbitFile
+from flare.limits import MAX_STREAMS
+from flare.orbit.orbit_records import GroupDefinition, NodeEntry, OrbitFile
 from flare.paths import check_name
 from flare.serving_options import RANK_ZERO_OPTIONS, SERVING_OPTIONS, ServingOptions, parse_serving
 
@@ -141,8 +142,8 @@ def check_streams(streams: int | None) -> None:
     Raises:
         UsageError: it is not from 1 to 64.
     """
-    if streams is not None and not 1 <= streams <= MAX_TRANSFER_STREAMS:
-        raise UsageError(f"--transfer-streams takes a number from 1 to {MAX_TRANSFER_STREAMS}.")
+    if streams is not None and not 1 <= streams <= MAX_STREAMS:
+        raise UsageError(f"--transfer-streams takes a number from 1 to {MAX_STREAMS}.")
 
 
 def check_cabling(*, ring: bool, chain: bool) -> None:

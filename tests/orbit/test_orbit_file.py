@@ -62,6 +62,14 @@ def comments(text: str) -> list[str]:
     return [line.split("#", 1)[1].strip() for line in text.splitlines() if "#" in line]
 
 
+def test_a_file_that_others_can_write_is_refused(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    path.chmod(0o664)
+    with pytest.raises(ConfigError, match=f"The orbit file {path} can be changed by others .*chmod go-w"):
+        load_orbit_file(path)
+
+
 def test_a_missing_file_is_an_empty_orbit(path: Path) -> None:
     orbit = load_orbit_file(path)
     assert orbit.nodes == ()
