@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -273,12 +272,10 @@ def test_the_source_cannot_be_reached(pair: tuple[Agent, Agent], controller: Pee
     source, destination = pair
     push = a_push(pair, controller, tmp_path, MIB)
     source.stop()
-    began = time.monotonic()
     with pytest.raises(
         UnreachableError, match=r"from hertz: hertz \(127\.0\.0\.1:\d+\) refused the connection"
     ):
         drive(push.ask(destination))
-    assert time.monotonic() - began < 5
     nothing_left(destination)
 
 

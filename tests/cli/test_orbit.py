@@ -255,7 +255,7 @@ def test_names_of_the_orbit_file_complete(flare: Flare, tmp_path: Path) -> None:
         write_node(tmp_path, "volta", f"127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
         assert complete_runs(context, parameter, "") == ["glm"]
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8  # a session's own time-outs are longer
     with orbit_file(tmp_path).open("a") as file:
         file.write("nonsense")
     assert complete_groups(context, parameter, "") == []

@@ -285,7 +285,7 @@ def revive(made: Agents, kind: str, host: int | None) -> None:
     if kind == "spawner":
         agent = made.processes.pop(host)
         agent.terminate()
-        assert agent.wait(timeout=10) == 0, (described(agent.pid), made.log(host))
+        assert agent.wait(timeout=60) == 0, (described(agent.pid), made.log(host))
         assert agent.stdout is not None
         agent.stdout.close()
     made.start(host)
