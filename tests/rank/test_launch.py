@@ -34,6 +34,7 @@ from flare.serving_options import ServingOptions
 from flare.settings import Settings
 from tests.cores.making import MIB, pattern, write_core
 from tests.rank.lab import run, until
+from tests.session.parties import Clock
 
 FILES = {"model/a.gguf": pattern(2 * MIB + 5, 1), "model/b.json": b"{}"}
 
@@ -179,8 +180,11 @@ def test_the_first_signal_drains_and_one_two_seconds_later_hurries() -> None:
         await until(signals.requested.is_set)
         assert signals.name == "SIGTERM"
         time = 1.9
+        later = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, later.set)
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await later.wait()  # signals are taken in their order
         assert not signals.hurry.is_set()
         time = 2.0
         os.kill(os.getpid(), signal.SIGINT)
@@ -234,17 +238,20 @@ def test_only_accepted_publishers_are_trusted() -> None:
 
 
 def test_the_first_failure_is_kept_and_consequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "CAUSE_LIMIT", 0.05)
+    monkeypatch.setattr(launch, "CAUSE_LIMIT", 30)
 
     async def work() -> None:
         failure = Failure()
         loop = asyncio.get_running_loop()
+        clock = Clock()
         await asyncio.to_thread(failure.report_later, loop, RankError("the consequence"))
         failure.report(RankError("the cause"))
-        await asyncio.sleep(0.1)
+        clock.forward(2 * launch.CAUSE_LIMIT)
+        await asyncio.sleep(0.01)
         assert failure.future.result().message == "the cause"
         alone = Failure()
         await asyncio.to_thread(alone.report_later, loop, RankError("nothing else"))
+        clock.forward(2 * launch.CAUSE_LIMIT)
         assert (await alone.future).message == "nothing else"
         await first_of(alone.future, loop.create_future())
 
