@@ -19,6 +19,9 @@ import quickstart_steps
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
+# Tests write settings and keys as people do; what others can write is refused, whatever this account's umask is.
+os.umask(0o022)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs root where the tests run without it; `-ra` names each file."""
