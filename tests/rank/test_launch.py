@@ -238,7 +238,7 @@ def test_only_accepted_publishers_are_trusted() -> None:
 
 
 def test_the_first_failure_is_kept_and_consequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "CAUSE_LIMIT", 30)
+    monkeypatch.setattr(launch, "CAUSE_LIMIT", 10)
 
     async def work() -> None:
         failure = Failure()
