@@ -19,7 +19,7 @@ import quickstart_steps
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# Tests write settings and keys as people do; what others can write is refused, whatever this account's umask is.
+# Tests write settings as people do, and what others can write is refused: any umask of this account will do.
 os.umask(0o022)
 
 
