@@ -137,7 +137,7 @@ def test_attach_gets_retained_then_live_output(paired: Agent, controller: Peer) 
                 await lines_until(second, "still here")
                 async with controller.session(paired) as third:
                     await third.request(Stop())
-                    ended = await third.receive(messages.Exit, timeout=20)
+                    ended = await third.receive(messages.Exit, timeout=60)
                     assert ended.status == 0
                 for session in (first, second):
                     lines, ended = await lines_to_exit(session)
@@ -235,10 +235,10 @@ def test_python_m_flare_starts_ranks_too(new_agent: Callable[..., Agent], contro
             reply = await session.request(controller.run_request(agent, rendezvous="127.0.0.1:9"))
             command = Path(f"/proc/{reply.pid}/cmdline").read_bytes().split(b"\0")
             assert command[1:4] == [b"-m", b"flare", b"run"]
-            await session.receive(messages.Log, timeout=20)  # the real rank speaks: it says its state
+            await session.receive(messages.Log, timeout=60)  # the real rank speaks: it says its state
             async with controller.session(agent) as other:
                 await other.request(Stop(now=True))
-                await other.receive(messages.Exit, timeout=30)
+                await other.receive(messages.Exit, timeout=60)
 
     drive(scenario())
 
@@ -251,7 +251,7 @@ def test_stop_now_does_not_wait_for_a_drain(paired: Agent, controller: Peer) -> 
             started = time.monotonic()
             async with controller.session(paired) as other:
                 await other.request(Stop(now=True))
-                ended = await other.receive(messages.Exit, timeout=30)
+                ended = await other.receive(messages.Exit, timeout=60)
             assert ended.signal == signal.SIGKILL
             assert time.monotonic() - started < 20
 
@@ -281,7 +281,7 @@ def test_two_controllers_want_the_same_device(paired: Agent, controller: Peer) -
             assert all("holds the GPU CPU-" in answer for answer in answers if answer != "started")
             async with controller.session(paired) as session:
                 await session.request(Stop())
-                await session.receive(messages.Exit, timeout=20)
+                await session.receive(messages.Exit, timeout=60)
 
     drive(scenario())
 

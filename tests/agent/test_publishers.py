@@ -39,7 +39,7 @@ async def put(peer: Peer, agent: Agent, name: str, data: bytes, publisher: str |
         if reply.already:
             return False
         await session.send_data(data)
-        await session.receive(PutDone, timeout=20)
+        await session.receive(PutDone, timeout=60)
         return True
 
 

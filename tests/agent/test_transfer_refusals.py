@@ -109,8 +109,8 @@ class Asker:
 async def receive(session: Session, request: Fetch | FetchFabric) -> bytes:
     """Send a request on a session and return the bytes."""
     await session.send(request)
-    reply = await session.receive(FetchReply, timeout=10)
-    return await session.receive_data(reply.length, timeout=10)
+    reply = await session.receive(FetchReply, timeout=60)
+    return await session.receive_data(reply.length, timeout=60)
 
 
 def a_core(folder: Path, **options: Any) -> Path:
@@ -384,7 +384,7 @@ def test_a_word_out_of_turn_ends_the_transfer(
                 await session.send(Status())
                 with pytest.raises(RemoteProtocolError, match="on a session that follows a transfer"):
                     while True:
-                        await session.receive(TransferProgress, timeout=10)
+                        await session.receive(TransferProgress, timeout=60)
 
     drive(scenario())
     nothing_left(pair[1], soon=True)

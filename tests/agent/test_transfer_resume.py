@@ -167,7 +167,7 @@ def test_killed_again_and_again(pair: tuple[Agent, Agent], controller: Peer, tmp
             push.through = gate.address
             try:
                 async with asking(push, destination) as session:
-                    waiting = asyncio.create_task(session.receive(timeout=30))
+                    waiting = asyncio.create_task(session.receive(timeout=60))
                     await asyncio.wait({waiting}, timeout=chance.uniform(0.05, 1.8))
                     await asyncio.to_thread(destination.stop, signal.SIGKILL)
                     waiting.cancel()

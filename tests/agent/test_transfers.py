@@ -45,7 +45,7 @@ def test_a_whole_core(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Pat
         async with asking(push, destination) as session:
             progress = []
             while True:
-                frame = await session.receive(TransferProgress, TransferReply, timeout=30)
+                frame = await session.receive(TransferProgress, TransferReply, timeout=60)
                 if isinstance(frame, TransferReply):
                     break
                 progress.append(frame)

@@ -161,7 +161,7 @@ class Push:
         """Send a TRANSFER and wait for its reply."""
         async with self.controller.session(agent) as session:
             await session.send(self.request(rank, **changes))
-            return await session.receive(TransferReply, timeout=50)
+            return await session.receive(TransferReply, timeout=60)
 
     def same(self, agent: Agent, rank: int | None = None) -> None:
         """Assert that everything the index gives is on the agent, byte for byte, and marked."""

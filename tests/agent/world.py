@@ -76,7 +76,7 @@ class Agent:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             **options,
         )
 
@@ -232,7 +232,7 @@ async def lines_until(session: Session, text: str) -> list[str]:
     """Read LOG frames until one contains `text`; return their lines."""
     lines = []
     while True:
-        log = await session.receive(messages.Log, timeout=20)
+        log = await session.receive(messages.Log, timeout=60)
         lines.append(log.line)
         if text in log.line:
             return lines
@@ -242,7 +242,7 @@ async def lines_to_exit(session: Session) -> tuple[list[str], messages.Exit]:
     """Read LOG frames up to EXIT."""
     lines = []
     while True:
-        frame: Any = await session.receive(messages.Log, messages.Exit, timeout=30)
+        frame: Any = await session.receive(messages.Log, messages.Exit, timeout=60)
         if isinstance(frame, messages.Exit):
             return lines, frame
         lines.append(frame.line)

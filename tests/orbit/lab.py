@@ -101,7 +101,7 @@ class Lab:
         agent = self.agents.pop(name)
         agent.process.terminate()
         try:
-            agent.process.wait(timeout=20)
+            agent.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             agent.process.kill()
             agent.process.wait()

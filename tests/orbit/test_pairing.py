@@ -102,7 +102,7 @@ def test_a_person_is_asked_for_each_code(orbit: Lab) -> None:
         answer(f"Code for {hosts[0]} (flare agent join-code prints it there", code_of(orbit, "maxwell"))
         answer(f"Code for {hosts[1]} (", "nonsense")
         answer(f"Code for {hosts[1]} (", code_of(orbit, "hertz"))
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

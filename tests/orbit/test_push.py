@@ -254,7 +254,7 @@ def test_ctrl_c_ends_the_transfers_at_the_nodes(orbit: Lab, tmp_path: Path) -> N
         process.send_signal(signal.SIGINT)
         try:
             rest = "".join(read_until(process, "Interrupted"))
-            assert process.wait(timeout=20) == 130
+            assert process.wait(timeout=60) == 130
         finally:
             orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
         assert "the nodes were told to end the transfers of tiny" in rest
@@ -271,7 +271,7 @@ def test_ctrl_c_ends_an_upload(orbit: Lab, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         try:
             rest = "".join(read_until(process, "Interrupted"))
-            assert process.wait(timeout=20) == 130
+            assert process.wait(timeout=60) == 130
         finally:
             orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
         assert "Traceback" not in rest
@@ -340,7 +340,7 @@ def test_a_terminal_shows_a_row_for_each_destination(orbit: Lab, tmp_path: Path)
         except OSError:  # the other end was closed
             break
         shown += part
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=60)
     os.close(ours)
     assert process.returncode == 0, shown
     text = shown.decode()

@@ -65,7 +65,7 @@ from tests.orbit.fake_node import client_of, fake_node, hang_up, say
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30))
+    asyncio.run(asyncio.wait_for(work, 120))
 
 
 def status_of(node: Any, **changes: Any) -> StatusReply:

@@ -176,7 +176,7 @@ def test_what_a_killed_spawner_leaves_is_collected(tmp_path: Path) -> None:
         [sys.executable, "-c", SUBREAPER, str(tmp_path / "target")],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -223,7 +223,7 @@ def test_nothing_outlives_the_agent(tmp_path: Path, how: str) -> None:
     if how.startswith("SIG"):
         assert all(parts.is_alive(pid) for pid in pids)
         agent.send_signal(signal.Signals[how])
-    agent.wait(timeout=10)
+    agent.wait(timeout=60)
     end = time.monotonic() + 5
     while any(parts.is_alive(pid) for pid in pids):
         assert time.monotonic() < end, "an orphan lives on"
