@@ -1,10 +1,11 @@
-"""Linux calls that Python's standard library lacks, for processes that own other processes."""
+"""What the standard library lacks for processes that own other processes and talk to them on loopback."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import socket
 import sys
 
 from flare.errors import UnsupportedError
@@ -33,3 +34,10 @@ def set_parent_death_signal(signal_number: int = signal.SIGTERM) -> None:
 def become_subreaper() -> None:
     """Become the parent of every orphaned descendant, so that none escapes to init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def free_port() -> int:
+    """Return a loopback TCP port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

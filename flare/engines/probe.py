@@ -26,7 +26,7 @@ from flare.engines.discovery import EngineInstall
 from flare.errors import EngineError
 from flare.files import scratch_folder
 from flare.printable import printable
-from flare.system import set_parent_death_signal
+from flare.system import free_port, set_parent_death_signal
 
 START_LIMIT: Final = 60.0
 """Seconds for an engine to become ready: the tiny model takes 0.2, a real one that somebody names more."""
@@ -79,14 +79,6 @@ def probe_llama_cpp(install: EngineInstall, model: Path | None = None) -> str:
             with _running(install, head, folder) as together:
                 _complete(together, port)
     return version
-
-
-def free_port() -> int:
-    """Return a loopback TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class _Process:

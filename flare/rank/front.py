@@ -35,7 +35,6 @@ CONNECT_LIMIT: Final = 10.0
 MAX_KEY_FILE: Final = 64 * 1024
 MAX_KEYS: Final = 1000
 
-_ASK_FOR_KEY: Final = {"WWW-Authenticate": "Bearer"}
 _PASSED_HEADERS: Final = ("Content-Type", "Cache-Control")
 
 

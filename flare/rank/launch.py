@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from flare.paths import Paths
 from flare.rank.engine_process import EngineProcess
 from flare.rank.engines.base import EngineAdapter
 from flare.rank.engines.llama_cpp import LlamaCpp
+from flare.rank.lifecycle import Lifecycle
 from flare.rank.model_cache import mark_verified, stamps, verified_before
 from flare.rank.proof import INSECURE_KEY
 from flare.serving_options import ServingOptions
@@ -241,13 +241,6 @@ def check_unchanged(primary: Primary, rank: int, before: Mapping[Path, object]) 
             raise IntegrityError(f"{path} changed while the engine loaded it. Verify the core, then retry.")
 
 
-def free_port() -> int:
-    """Return a loopback TCP port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def default_threads() -> int:
     """Return how many CPUs this process may use."""
     with contextlib.suppress(AttributeError):
@@ -291,3 +284,33 @@ class Failure:
         """
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the rank with it
             loop.call_soon_threadsafe(loop.call_later, 2 * CAUSE_LIMIT, self.report, problem)
+
+
+def show_lines(
+    adapter: EngineAdapter, lifecycle: Lifecycle, note: Callable[[str], None] = lambda _line: None
+) -> Callable[[str], bool]:
+    """Return what takes an engine's lines: it shows some, and says which ones an obituary can do without.
+
+    Args:
+        note: sees every line first.
+    """
+
+    def take(line: str) -> bool:
+        note(line)
+        shown = adapter.shows(line)
+        if shown:
+            lifecycle.remark(f"engine: {line}")
+        return shown or adapter.trivial(line)
+
+    return take
+
+
+async def watch_engine(engine: EngineProcess, rank: int, failure: Failure, *, after: float = 0.0) -> None:
+    """Report an engine's end as its rank's failure.
+
+    Args:
+        after: seconds in which somebody else can tell what caused it.
+    """
+    await asyncio.shield(engine.exited)
+    await asyncio.sleep(after)
+    failure.report(EngineError(f"The engine of rank {rank} is gone: {engine.obituary()}"))

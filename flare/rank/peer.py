@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 from flare.engines.discovery import EngineInstall, find_engine, installed_engines
@@ -27,8 +26,9 @@ from flare.rank.launch import (
     check_unchanged,
     default_threads,
     first_of,
-    free_port,
+    show_lines,
     verify_stored,
+    watch_engine,
 )
 from flare.rank.lifecycle import Lifecycle, Phase
 from flare.rank.link import Link
@@ -38,6 +38,7 @@ from flare.rank.routes import Route, connector, own_endpoints, plan, read_offere
 from flare.rank.sockets import show
 from flare.rank.tunnel import TunnelPeer
 from flare.strict_json import Reader
+from flare.system import free_port
 from flare.version import VERSION
 
 ANSWER_LIMIT: Final = 60.0
@@ -232,11 +233,11 @@ class PeerRank:
             served_name=found.primary.index.model,
             threads=default_threads(),
         )
-        engine = EngineProcess(program_name(install.peer), self._show(adapter))
+        engine = EngineProcess(program_name(install.peer), show_lines(adapter, self._lifecycle))
         self._engine = engine
         environment = engine_environment(request.environment)
         await engine.start(adapter.command(context), adapter.environment(context, environment))
-        self._tasks.append(asyncio.create_task(self._watch_engine(engine)))
+        self._tasks.append(asyncio.create_task(watch_engine(engine, request.rank, self._failure)))
         await self._wait_for_engine(context.port, engine)
         loop = asyncio.get_running_loop()
         self._tunnel = TunnelPeer(
@@ -248,21 +249,6 @@ class PeerRank:
         )
         self._tunnel.start()
         await self._link.send({"type": "listening"})
-
-    def _show(self, adapter: EngineAdapter) -> Callable[[str], bool]:
-        def take(line: str) -> bool:
-            shown = adapter.shows(line)
-            if shown:
-                self._lifecycle.remark(f"engine: {line}")
-            return shown or adapter.trivial(line)
-
-        return take
-
-    async def _watch_engine(self, engine: EngineProcess) -> None:
-        await asyncio.shield(engine.exited)
-        self._failure.report(
-            EngineError(f"The engine of rank {self._request.rank} is gone: {engine.obituary()}")
-        )
 
     async def _wait_for_engine(self, port: int, engine: EngineProcess) -> None:
         loop = asyncio.get_running_loop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -30,12 +29,14 @@ from flare.rank.launch import (
     default_threads,
     engine_help,
     first_of,
-    free_port,
+    show_lines,
     verify_stored,
+    watch_engine,
 )
 from flare.rank.lifecycle import Lifecycle, Phase
 from flare.rank.metrics import MetricsDocument, Serving
 from flare.rank.model_cache import FolderLock
+from flare.system import free_port
 
 LOADING_LIMIT: Final = 3600.0
 """Seconds for the engine to become ready: 200 GB from a slow disk take half of that."""
@@ -253,36 +254,27 @@ class ZeroRank:
             peers=self._group.ports if self._group is not None else (),
             help_text=await self._help,
         )
-        engine = EngineProcess(program_name(install.server), self._show(adapter))
+        engine = EngineProcess(
+            program_name(install.server),
+            show_lines(adapter, self._lifecycle, lambda line: self._note_holding(adapter, line)),
+        )
         self._engine = engine
         await engine.start(adapter.command(context), adapter.environment(context, environment))
-        self._watchers.append(asyncio.create_task(self._watch_engine(engine)))
+        # An engine dies when a peer does; then that peer is the cause, and its own words come in a moment.
+        watching = watch_engine(engine, 0, self._failure, after=CAUSE_LIMIT)
+        self._watchers.append(asyncio.create_task(watching))
         await self._wait_until_ready(f"http://127.0.0.1:{context.port}{adapter.health_path}")
         assert self._front is not None
         self._front.open(context.port, agreement.slots)
 
-    def _show(self, adapter: EngineAdapter) -> Callable[[str], bool]:
-        """Return what takes the engine's lines: shows some, and notes what each rank holds."""
+    def _note_holding(self, adapter: EngineAdapter, line: str) -> None:
+        """Note what a rank holds, where the engine tells it of that rank's port."""
         ports = self._group.ports if self._group is not None else ()
         ranks = {port: rank for rank, port in enumerate(ports, 1)}
-
-        def take(line: str) -> bool:
-            holding = adapter.holding(line)
-            if holding is not None and (holding[0] is None or holding[0] in ranks):
-                rank = 0 if holding[0] is None else ranks[holding[0]]
-                self._holdings.setdefault(rank, []).append(holding[1])
-            shown = adapter.shows(line)
-            if shown:
-                self._lifecycle.remark(f"engine: {line}")
-            return shown or adapter.trivial(line)
-
-        return take
-
-    async def _watch_engine(self, engine: EngineProcess) -> None:
-        await asyncio.shield(engine.exited)
-        # An engine dies when a peer does; then that peer is the cause, and its own words come in a moment.
-        await asyncio.sleep(CAUSE_LIMIT)
-        self._failure.report(EngineError(f"The engine of rank 0 is gone: {engine.obituary()}"))
+        holding = adapter.holding(line)
+        if holding is not None and (holding[0] is None or holding[0] in ranks):
+            rank = 0 if holding[0] is None else ranks[holding[0]]
+            self._holdings.setdefault(rank, []).append(holding[1])
 
     async def _wait_until_ready(self, url: str) -> None:
         timeout = aiohttp.ClientTimeout(total=5.0)

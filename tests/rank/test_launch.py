@@ -26,12 +26,12 @@ from flare.rank.launch import (
     default_threads,
     engine_help,
     first_of,
-    free_port,
     verify_stored,
 )
 from flare.rank.proof import INSECURE_KEY
 from flare.serving_options import ServingOptions
 from flare.settings import Settings
+from flare.system import free_port
 from tests.cores.making import MIB, pattern, write_core
 from tests.rank.lab import run, until
 from tests.session.parties import Clock

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from flare.cores.export import export_core
-from flare.rank.launch import free_port
+from flare.system import free_port
 from tests.cores.making import PUBLISHER
 from tests.rank.lab import KEY, text_of, until_true
 
