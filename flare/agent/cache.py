@@ -54,7 +54,6 @@ from flare.paths import Paths
 from flare.trust.publishers import PublisherProfile
 
 SPARE_BYTES = 256 * 1024 * 1024  # left free on the disk: a full file system breaks more than a transfer
-EXECUTABLE_DIGITS = 16  # hex digits of the SHA-256 in an executable's name
 
 logger = logging.getLogger("flare.agent")
 

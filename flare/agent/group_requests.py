@@ -155,13 +155,6 @@ async def _complete_core(node: Node, package: Package, pins: contextlib.ExitStac
     return path
 
 
-def _missing_file(node: Node, entry: Entry, files: tuple[str, ...]) -> str | None:
-    for name in files:
-        if node.cache.size_of(node.cache.place("core", f"{entry}/{name}")) is None:
-            return name
-    return None
-
-
 async def attach(node: Node, session: Session, request: messages.Attach) -> None:
     """Stream what a rank said and says."""
     rank = node.ranks.find(request.group, running_only=False)

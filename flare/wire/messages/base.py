@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from flare.errors import LocalProtocolError, RemoteProtocolError
+from flare.limits import MAX_RANGES
 from flare.paths import check_name
 from flare.strict_json import MAX_COUNT, Reader, canonical, loads
 from flare.wire.frames import BODY_LIMITS, Tag, encode_frame
 
-MAX_RANGES = 65_536  # of one file in one request: more says that the ranges were not merged
 MAX_PATH = 4096  # PATH_MAX
 MAX_ADDRESS = 300  # a host name of 253, brackets, colon, port
 MAX_NAME_TEXT = 255  # names that are shown, such as a device's

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flare.errors import RemoteProtocolError
+from flare.limits import MAX_RANKS
 from flare.strict_json import Reader
 from flare.trust.signed import SignedRecord
 from flare.wire.frames import BODY_LIMITS, KIB, Tag
@@ -19,7 +20,6 @@ from flare.wire.messages.base import (
     present,
     read_digest,
 )
-from flare.wire.messages.transfers import MAX_RANKS
 
 MAX_LINE = 16 * KIB  # bytes of UTF-8 in one line of output; a longer one is cut by its sender
 LAUNCH_KEY_LENGTH = 32  # bytes: the ranks of one launch prove themselves to each other with it

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from flare.limits import MAX_FILES
 from flare.strict_json import Reader
 from flare.trust.signed import read_public_key
 from flare.wire.frames import BODY_LIMITS, MAX_REPORT, Tag
@@ -27,7 +28,6 @@ from flare.wire.messages.greeting import MAX_ENGINES
 MAX_GPUS = 1024  # devices of one node
 MAX_GROUPS = 4096  # groups that one node runs or retains
 MAX_CORES = 4096  # core directories of one node
-MAX_FILES = 65_536  # the core format's own bound
 MAX_ENDPOINTS = 256  # RoCE endpoints of one node
 MAX_NEIGHBOURS = 64  # LLDP neighbours of one endpoint
 

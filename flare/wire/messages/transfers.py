@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flare.errors import RemoteProtocolError
+from flare.limits import MAX_FILES, MAX_RANKS, MAX_STREAMS
 from flare.strict_json import Reader
 from flare.trust.signed import SignedRecord, read_public_key
 from flare.wire.frames import BODY_LIMITS, Tag
@@ -23,10 +24,8 @@ from flare.wire.messages.base import (
     read_ranges,
     write_ranges,
 )
-from flare.wire.messages.reports import MAX_ENDPOINTS, MAX_FILES, MAX_NEIGHBOURS
+from flare.wire.messages.reports import MAX_ENDPOINTS, MAX_NEIGHBOURS
 
-MAX_STREAMS = 64  # parallel connections for one destination file
-MAX_RANKS = 1024  # of one group
 MAX_RAILS = 64  # parallel cables between two nodes
 MAX_NEIGHBOUR_FACTS = 32  # texts that one LLDP neighbour says
 
