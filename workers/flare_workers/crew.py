@@ -200,9 +200,12 @@ class Crew:
     # Births and deaths
 
     async def _spawn(self) -> Worker:
-        index = self._free_slots.pop()
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # out of descriptors: no slot is taken yet
+            raise _no_birth(error) from error
         ours.setblocking(False)
+        index = self._free_slots.pop()
         birth: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         try:
             async with self._spawn_limit:
@@ -215,9 +218,7 @@ class Crew:
             ours.close()
             self._births.pop(index, None)
             self._release(index)
-            raise WorkerError(
-                WORKER_DIED, f"no worker process could be started: {error.strerror or error}"
-            ) from error
+            raise _no_birth(error) from error
 
     def _attach(self) -> None:
         if not self._attached:
@@ -279,6 +280,10 @@ class Crew:
     def _collect(self) -> None:
         if not self._handle.collect():
             self._collecting = asyncio.get_running_loop().call_later(_COLLECT_INTERVAL, self._collect)
+
+
+def _no_birth(error: OSError) -> WorkerError:
+    return WorkerError(WORKER_DIED, f"no worker process could be started: {error.strerror or error}")
 
 
 def _describe(status: int) -> str:

@@ -108,7 +108,11 @@ class Order:
 
 
 def digest_file(job: Job) -> int | None:
-    """A sealed, unlinked file with the digests that this job needs, or None when it checks none."""
+    """A sealed, unlinked file with the digests that this job needs, or None when it checks none.
+
+    Raises:
+        OSError: There is no memory or no descriptor for it; nothing is left of it.
+    """
     digests = getattr(job, "digests", None)
     if not isinstance(job, Receive | Hash) or digests is None:
         return None
@@ -119,10 +123,14 @@ def digest_file(job: Job) -> int | None:
             file.flush()
             return os.dup(file.fileno())
     descriptor = os.memfd_create("digests", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(selected)
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(selected)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

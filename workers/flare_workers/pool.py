@@ -17,6 +17,7 @@ from flare_workers import handover
 from flare_workers.crew import Crew, Worker, WorkerReport
 from flare_workers.jobs import (
     CANCELLED,
+    STORAGE,
     WORKER_DIED,
     Channel,
     Hash,
@@ -224,8 +225,17 @@ class _Assignment:
 
     @contextlib.contextmanager
     def digests(self) -> Iterator[None]:
-        """Hold the file with the digests that the job needs, while the order is handed over."""
-        self.table = handover.digest_file(self.job)
+        """Hold the file with the digests that the job needs, from before a worker is taken to the job's end.
+
+        Raises:
+            WorkerError: `storage`: it cannot be made.
+        """
+        try:
+            self.table = handover.digest_file(self.job)
+        except OSError as error:
+            raise WorkerError(
+                STORAGE, f"no memory file for the digests of {self.job.name}: {error.strerror or error}"
+            ) from error
         try:
             yield
         finally:
