@@ -6,7 +6,9 @@ import asyncio
 import errno
 import hashlib
 import hmac
+import ipaddress
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -22,6 +24,10 @@ from flare.rank.sockets import describe, is_loopback, show
 
 MAX_BODY: Final = 32 << 20
 """Bytes of a request: a long context with a few pictures in it."""
+MAX_HELD: Final = 512 << 20
+"""Bytes of all requests that are read, wait or run: what clients can make this process hold."""
+BODY_LIMIT: Final = 120.0
+"""Seconds for a request's body to come: the longest over a line of 2 Mbit/s."""
 QUEUE_FACTOR: Final = 16
 """Requests that may wait for each one that runs; beyond that a client does better to come back."""
 RETRY_AFTER: Final = "5"
@@ -62,6 +68,8 @@ class Front:
         self._state = state
         self._keys = keys
         self._clock = clock
+        self._names: frozenset[str] = frozenset()
+        self._held = 0  # bytes of bodies
         self._engine = ""
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(1)
@@ -81,6 +89,7 @@ class Front:
             BusyError: the port is taken.
             ConfigError: the address is not this machine's.
         """
+        self._names = own_names(host)
         application = web.Application(client_max_size=MAX_BODY)
         application.router.add_get("/health", self._health)
         application.router.add_get("/metrics", self._metrics)
@@ -191,8 +200,16 @@ class Front:
             return _error(
                 401, "invalid_api_key", "The API key is missing or wrong.", **{"WWW-Authenticate": "Bearer"}
             )
+        if not self._keys and not _is_own(request.headers.get("Host"), self._names):
+            # A page of another site whose name was made to lead here: its browser takes us for that site.
+            return _error(
+                403,
+                "unknown_host",
+                f"{request.headers['Host'][:300]} is no name of this machine that is known here. Use its "
+                "address, or give `flare run` an --api-key-file: with a key any name will do.",
+            )
         if self._draining:
-            return _error(503, "draining", "The group is stopping.", **{"Retry-After": RETRY_AFTER})
+            return _draining()
         if self._session is None:
             return _error(503, "loading", f"The group is {self._state()}.", **{"Retry-After": RETRY_AFTER})
         if method == "GET":
@@ -212,16 +229,49 @@ class Front:
         return scheme.lower() == "bearer" and any(fits)
 
     async def _queue(self, request: web.Request) -> web.StreamResponse:
-        counts = self._document.requests
-        if counts.queued >= self._slot_count * QUEUE_FACTOR:
+        body = bytearray()
+        try:
+            refusal = self._full() or await self._read(request, body) or self._full()
+            return refusal or await self._wait_and_pass_on(request, body)
+        finally:
+            self._held -= len(body)
+
+    def _full(self) -> web.Response | None:
+        """Return the refusal of a request that cannot wait here; it waits only when all of it has come."""
+        if self._draining:
+            return _draining()
+        if self._document.requests.queued >= self._slot_count * QUEUE_FACTOR:
             return _error(
                 429, "queue_full", "Too many requests wait already.", **{"Retry-After": RETRY_AFTER}
             )
+        return None
+
+    async def _read(self, request: web.Request, body: bytearray) -> web.Response | None:
+        """Read a request's body; return a refusal where that is too long, too slow, or one too many."""
+        try:
+            async with asyncio.timeout(BODY_LIMIT):
+                async for piece in request.content.iter_any():
+                    body += piece
+                    self._held += len(piece)
+                    if len(body) > MAX_BODY:
+                        return _error(413, "too_large", f"A request has at most {MAX_BODY} bytes.")
+                    if self._held > MAX_HELD:
+                        return _error(
+                            503,
+                            "too_much_held",
+                            "Requests take all the memory that they may already.",
+                            **{"Retry-After": RETRY_AFTER},
+                        )
+        except TimeoutError:
+            return _error(408, "too_slow", f"The request did not come within {BODY_LIMIT:.0f} s.")
+        return None
+
+    async def _wait_and_pass_on(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+        counts = self._document.requests
         counts.queued += 1
         self._idle.clear()
         queued = True
         try:
-            body = await request.read()
             async with self._slots:
                 counts.queued -= 1
                 queued = False
@@ -243,8 +293,9 @@ class Front:
             if self.busy == 0:
                 self._idle.set()
 
-    async def _pass_on(self, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def _pass_on(self, request: web.Request, body: bytes | bytearray) -> web.StreamResponse:
         assert self._session is not None
+        response: web.StreamResponse | None = None
         headers = {"Content-Type": "application/json", "Accept": request.headers.get("Accept", "*/*")}
         try:
             async with self._session.request(
@@ -266,9 +317,60 @@ class Front:
         except (aiohttp.ClientError, ConnectionError) as problem:
             if request.transport is None or request.transport.is_closing():
                 raise  # the client is gone; nobody is there to be told
+            if response is None or not response.prepared:
+                return _error(502, "engine_gone", "The engine ended the request without an answer.")
             # The answer has begun: cutting the connection is the only way left to say that it is not whole.
             request.transport.close()
             raise web.HTTPBadGateway(reason="the engine ended the answer") from problem
+
+
+def own_names(host: str) -> frozenset[str]:
+    """Return the names by which clients call this machine.
+
+    Args:
+        host: that the front listens on.
+    """
+    full = socket.gethostname().lower()
+    short = full.partition(".")[0]
+    names = {"localhost", host.lower(), full, short, f"{short}.local"}
+    # What the resolver adds to a bare name here, others write out; asking it for ours could take long.
+    return frozenset({*names, *(f"{short}.{domain}" for domain in resolver_domains())})
+
+
+def resolver_domains() -> list[str]:
+    """Return the domains of this machine's resolver, none where it has none."""
+    try:
+        return domains_in(Path("/etc/resolv.conf").read_text())
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def domains_in(text: str) -> list[str]:
+    """Return the domains that a resolv.conf names."""
+    lines = [line.split() for line in text.splitlines()]
+    return [
+        domain.strip(".").lower()
+        for line in lines
+        if line[:1] in (["search"], ["domain"])
+        for domain in line[1:]
+    ]
+
+
+def _is_own(host: str | None, names: frozenset[str]) -> bool:
+    """Tell whether a Host header is an address or one of `names`; no browser leaves it out."""
+    if host is None:
+        return True
+    name = host.strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return name in names or name.endswith(".localhost")
+    return True
+
+
+def _draining() -> web.Response:
+    return _error(503, "draining", "The group is stopping.", **{"Retry-After": RETRY_AFTER})
 
 
 def _error(status: int, code: str, message: str, **headers: str) -> web.Response:

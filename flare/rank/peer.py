@@ -49,6 +49,8 @@ LOADING_LIMIT: Final = 3600.0
 """As rank zero's: the engine's loading."""
 ENGINE_START_LIMIT: Final = 60.0
 """Seconds for this rank's engine to listen."""
+MAX_UNREAD: Final = 16
+"""Messages of rank zero that nobody read yet: it says five to a peer in all, and each once."""
 LEAVE_LIMIT: Final = 5.0
 """Seconds for rank zero to react when this rank asks it to drain before the group serves."""
 
@@ -69,7 +71,7 @@ class PeerRank:
         self._signals = signals
         self._failure = Failure()
         self._stop: asyncio.Future[dict[str, Any]] = loop.create_future()
-        self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue(MAX_UNREAD)
         self._link: Link | None = None
         self._engine: EngineProcess | None = None
         self._tunnel: TunnelPeer | None = None
@@ -284,6 +286,8 @@ class PeerRank:
                             self._lifecycle.enter(Phase.DRAINING, "rank zero drains the group")
                     case _:
                         self._messages.put_nowait(message)
+        except asyncio.QueueFull:
+            self._failure.report(RankError("Rank zero says more than anybody asked for."))
         except UnreachableError as problem:
             self._failure.report(
                 RankError(f"Rank zero is gone: {problem.message} No rank outlives its group.")
@@ -293,7 +297,8 @@ class PeerRank:
 
     async def _next(self, wanted: str, seconds: float, waiting_for: str) -> dict[str, Any]:
         try:
-            message = await asyncio.wait_for(self._messages.get(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for loses a cancellation when a message comes with it
+                message = await self._messages.get()
         except TimeoutError:
             raise RankError(f"After {seconds:.0f} s this rank still waited for {waiting_for}.") from None
         if message["type"] != wanted:
@@ -312,12 +317,14 @@ class PeerRank:
         for task in self._tasks:
             task.cancel()
         link, self._link = self._link, None
-        if link is not None and failed is not None and not self._stop.done():
-            with contextlib.suppress(FlareError):
-                await link.send({"type": "failed", "message": failed.message[:2000]})
         engine, self._engine = self._engine, None
-        if engine is not None:
-            await (engine.stop() if failed is None else engine.kill())
+        if failed is None:
+            if engine is not None:
+                await engine.stop()
+        else:
+            await asyncio.gather(
+                self._say_why(link, failed), *([engine.kill()] if engine is not None else [])
+            )
         if self._tunnel is not None:
             self._tunnel.close()
         if link is not None:
@@ -325,3 +332,9 @@ class PeerRank:
         if self._found is not None:
             self._found.lock.release()
             self._found = None
+
+    async def _say_why(self, link: Link | None, failed: FlareError) -> None:
+        """Tell rank zero why this rank failed, unless it said so itself."""
+        if link is not None and not self._stop.done():
+            with contextlib.suppress(FlareError):
+                await link.send({"type": "failed", "message": failed.message[:2000]})

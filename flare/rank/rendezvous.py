@@ -45,6 +45,8 @@ MAX_PENDING: Final = 64
 """Connections whose proof is not done; a peer opens about ten at once."""
 MEETING_LIMIT: Final = 600.0
 """Seconds for all ranks to come: a person may start them by hand, one after the other."""
+MAX_UNREAD: Final = 64
+"""Messages of a peer that nobody read yet; it says some ten while it comes up, and none while it serves."""
 HELLO_LIMIT: Final = 10.0
 """Seconds from the proof to the hello."""
 
@@ -65,7 +67,7 @@ class Member:
     link: Link
     host: str
     facts: PeerFacts
-    messages: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
+    messages: asyncio.Queue[dict[str, Any]] = field(default_factory=lambda: asyncio.Queue(MAX_UNREAD))
 
     async def next_message(self, seconds: float, waiting_for: str) -> dict[str, Any]:
         """Return the next message.
@@ -74,7 +76,8 @@ class Member:
             RankError: the peer said nothing for `seconds`.
         """
         try:
-            return await asyncio.wait_for(self.messages.get(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for loses a cancellation when a message comes with it
+                return await self.messages.get()
         except TimeoutError:
             raise RankError(
                 f"Rank {self.rank} ({self.host}) said nothing for {seconds:.0f} s while the group waited for "
@@ -322,6 +325,8 @@ class Rendezvous:
                     self._on_leave(member)
                 else:
                     member.messages.put_nowait(message)
+        except asyncio.QueueFull:
+            self._lose(member, "failed: it says more than anybody asked for.")
         except FlareError as ended:
             self._lose(member, f"is gone: {ended.message}")
 

@@ -25,6 +25,9 @@ from flare.rank.proof import (
 
 DEAD_AFTER: Final = 4
 """Seconds until the kernel gives a silent connection up; the group has ended within the next one."""
+UNANSWERED_LIMIT: Final = 3500
+"""Milliseconds without an answer that end the rendezvous connection at the kernel's look after them, and the
+looks are a second apart: at the fourth, and not at the fifth because the fourth came a tick early."""
 PROOF_LIMIT: Final = 10.0
 """Seconds for the whole proof, on either side."""
 
@@ -41,12 +44,12 @@ def set_up(connection: socket.socket) -> None:
 
 
 def notice_death(connection: socket.socket) -> None:
-    """Give the rendezvous connection up when something sent is not acknowledged within DEAD_AFTER seconds.
+    """Give the rendezvous connection up after UNANSWERED_LIMIT, by the fourth second at the latest.
 
     Not for connections that carry bulk: the kernel counts a receiver that is busy and reads nothing
     for that long as dead too.
     """
-    _set_if_known(connection, "TCP_USER_TIMEOUT", DEAD_AFTER * 1000)
+    _set_if_known(connection, "TCP_USER_TIMEOUT", UNANSWERED_LIMIT)
 
 
 def _set_if_known(connection: socket.socket, name: str, value: int) -> None:

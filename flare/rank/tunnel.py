@@ -198,8 +198,9 @@ class TunnelHead:
         """Return a connection of the peer that is still open."""
         while True:
             peer = self._ready.get(timeout=TAKE_LIMIT)
-            readable, _, _ = select.select([peer], [], [], 0)
-            if not readable:  # nothing is due from the peer yet, so readable means that it ended
+            look = select.poll()  # not select(): descriptors may have any number
+            look.register(peer, select.POLLIN | select.POLLRDHUP)
+            if not look.poll(0):  # nothing is due from the peer yet, so readable means that it ended
                 return peer
             self._sockets.drop(peer)
 

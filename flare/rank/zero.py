@@ -355,14 +355,27 @@ class ZeroRank:
             self._help.cancel()
             await asyncio.gather(self._help, return_exceptions=True)
         engine, self._engine = self._engine, None
-        if engine is not None:
-            await (engine.kill() if failed is not None or now else engine.stop())
         group, self._group = self._group, None
-        if group is not None:
-            await group.end(failed)
-        if self._front is not None:
-            await self._front.close()
-            self._front = None
+        front, self._front = self._front, None
+
+        async def end_engine() -> None:
+            if engine is not None:
+                await (engine.kill() if failed is not None or now else engine.stop())
+
+        async def end_group() -> None:
+            if group is not None:
+                await group.end(failed)
+
+        async def end_front() -> None:
+            if front is not None:
+                await front.close()
+
+        if failed is not None:  # all at once: the peers wait for the word
+            await asyncio.gather(end_engine(), end_group(), end_front())
+        else:
+            await end_engine()
+            await end_group()
+            await end_front()
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -429,5 +430,134 @@ def test_a_wildcard_address_is_shown_as_one_that_can_be_opened() -> None:
         lab = Lab()
         assert (await lab.front.start("0.0.0.0", 0)).startswith("http://127.0.0.1:")
         await lab.front.close()
+
+    run(work())
+
+
+@contextlib.asynccontextmanager
+async def half_sent(lab: Lab, sent: int = 1, length: int = 100) -> AsyncIterator[asyncio.StreamReader]:
+    """Be a client that sends `sent` of `length` bytes of a body, and then waits."""
+    host, _, port = lab.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    )
+    writer.write(head.encode() + b"\r\n\r\n" + b" " * sent)
+    await writer.drain()
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+def test_clients_that_send_slowly_take_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_FACTOR", 1)
+
+    async def work() -> None:
+        async with opened(slots=1) as lab, half_sent(lab), half_sent(lab), half_sent(lab):
+            await until(lambda: lab.front._held == 3)
+            assert (lab.front.busy, await lab.status({})) == (0, 200)
+            assert await lab.front.drain(1) is True  # nor does anybody wait for them
+
+    run(work())
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BODY_LIMIT", 0.1)
+
+    async def work() -> None:
+        async with opened() as lab, half_sent(lab) as answer:
+            assert await answer.readuntil(b"\r\n") == b"HTTP/1.1 408 Request Timeout\r\n"
+            await until(lambda: lab.front._held == 0)
+
+    run(work())
+
+
+def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_HELD", 500)
+
+    async def work() -> None:
+        async with opened() as lab:
+            async with half_sent(lab, 400, 1000):
+                await until(lambda: lab.front._held == 400)
+                async with lab.post({"prompt": "x" * 200}) as response:
+                    assert (response.status, response.headers["Retry-After"]) == (503, "5")
+                    assert (await response.json())["error"]["type"] == "too_much_held"
+                assert await lab.status({}) == 200
+            await until(lambda: lab.front._held == 0)
+            assert await lab.status({"prompt": "x" * 200}) == 200
+
+    run(work())
+
+
+def test_a_body_that_came_after_the_drain_began_is_refused() -> None:
+    async def work() -> None:
+        async with opened() as lab, half_sent(lab, 1, 1) as answer, half_sent(lab) as late:
+            assert await answer.readuntil(b"\r\n") == b"HTTP/1.1 500 Internal Server Error\r\n"  # no JSON
+            await until(lambda: lab.front._held == 1)
+            assert await lab.front.drain(1) is True
+            assert not late.at_eof()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("192.0.2.7", 200),
+        ("[::1]:8000", 200),
+        ("[fe80::1%25eth0]:8000", 200),
+        ("localhost:1", 200),
+        ("LocalHost.", 200),
+        ("model.localhost", 200),
+        ("spark-1:8000", 200),
+        ("spark-1.local", 200),
+        ("spark-1.example.org:8000", 200),
+        ("example.org", 403),
+        ("evil.example:8000", 403),
+        ("spark-1.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_name_that_was_made_to_lead_here_is_refused(
+    host: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "spark-1")
+    monkeypatch.setattr(module, "resolver_domains", lambda: ["example.org"])
+
+    async def work() -> None:
+        async with opened() as lab:
+            async with lab.post({}, headers={"Host": host}) as response:
+                assert response.status == status
+                if status == 403:
+                    assert "--api-key-file" in (await response.json())["error"]["message"]
+            assert len(lab.upstream.seen) == (status == 200)
+        async with opened(keys=frozenset({hashlib.sha256(b"key").digest()})) as lab:
+            headers = {"Host": host, "Authorization": "Bearer key"}
+            assert await lab.status({}, headers=headers) == 200  # who shows a key is no foreign page
+
+    run(work())
+
+
+def test_the_domains_that_the_resolver_adds() -> None:
+    text = "# search no\nnameserver 10.0.0.1\nsearch Example.org lab.example.org.\n\ndomain old.example\n"
+    assert module.domains_in(text) == ["example.org", "lab.example.org", "old.example"]
+
+
+def test_an_engine_that_ends_before_its_answer_begins_is_told() -> None:
+    async def work() -> None:
+        async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        server = await asyncio.start_server(end, "127.0.0.1", 0)
+        async with opened() as lab:
+            lab.front._engine = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with lab.post({}) as response:
+                assert response.status == 502
+                assert (await response.json())["error"]["type"] == "engine_gone"
+            assert lab.document.requests.failed_total == 1
+        server.close()
 
     run(work())

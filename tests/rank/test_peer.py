@@ -297,3 +297,15 @@ def test_a_second_signal_ends_a_serving_rank_at_once(tmp_path: Path) -> None:
             assert await lab.running == 0
 
     run(work())
+
+
+def test_a_rank_zero_that_says_too_much_is_left(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with started(tmp_path) as lab:
+            member = await lab.to_listening()
+            for _ in range(module.MAX_UNREAD + 2):  # the first is taken out, and is not what was due
+                await member.link.send({"type": "serving", "holds": "nothing"})
+            await until(lambda: lab.running.done() or lab.rank._failure.future.done())
+            await failing(lab, RankError, "Rank zero says more than anybody asked for")
+
+    run(work())

@@ -353,3 +353,17 @@ def test_a_welcome_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
 def test_a_hello_that_is_none_is_refused(message: dict[str, object], error: str) -> None:
     with pytest.raises(RemoteProtocolError, match=error):
         parse_hello(message)
+
+
+def test_a_peer_that_says_too_much_is_lost() -> None:
+    async def work() -> None:
+        async with Meeting() as lab:
+            link, _ = await joined(lab)
+            for _ in range(meeting.MAX_UNREAD + 1):
+                await link.send({"type": "progress", "bytes": 1})
+            await until(lambda: lab.lost)
+            assert "Rank 1 (127.0.0.1) failed: it says more than anybody asked for." in str(lab.lost[0][1])
+            assert lab.rendezvous.members[1].messages.qsize() == meeting.MAX_UNREAD
+            link.close()
+
+    run(work())

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import resource
 import socket
 import struct
 import threading
@@ -138,7 +140,7 @@ def test_an_engine_that_is_gone_ends_the_heads_connection(lab: Tunnel) -> None:
     lab.engine.close()
     with lab.dial() as connection:
         connection.sendall(b"anybody?")
-        connection.settimeout(5)
+        connection.settimeout(60)
         assert ended(connection)
 
 
@@ -154,7 +156,7 @@ def test_connections_in_reserve_that_ended_are_passed_over(lab: Tunnel) -> None:
 def test_a_connection_in_use_that_breaks_is_told(lab: Tunnel) -> None:
     with lab.dial() as connection:
         connection.sendall(b"reset")
-        connection.settimeout(5)
+        connection.settimeout(60)
         assert ended(connection)
     until_true(lambda: lab.failures)
     assert isinstance(lab.failures[0], ConnectionResetError)
@@ -171,7 +173,7 @@ def test_without_a_peer_the_engines_connection_is_dropped(monkeypatch: pytest.Mo
     head = TunnelHead(1, lambda *_: None)
     head.start()
     with socket.create_connection(("127.0.0.1", head.port)) as connection:
-        connection.settimeout(3)
+        connection.settimeout(60)
         assert connection.recv(1) == b""
     head.close()
 
@@ -190,10 +192,34 @@ def test_closing_ends_running_connections(lab: Tunnel) -> None:
         connection.sendall(b"x")
         assert connection.recv(10) == b"x"
         lab.head.close()
-        connection.settimeout(3)
+        connection.settimeout(60)
         assert ended(connection)
     until_true(lambda: not lab.head._sockets._sockets)
 
 
 def test_the_loopback_ports_are_open_to_this_machine_alone(lab: Tunnel) -> None:
     assert lab.head._listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_descriptor_beyond_the_reach_of_select() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"this account may open {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    head = TunnelHead(1, lambda *_: None)
+    pairs = [tcp_pair(), tcp_pair()]
+    try:
+        ended, alive = (
+            socket.socket(fileno=fcntl.fcntl(zero.fileno(), fcntl.F_DUPFD_CLOEXEC, 1500)) for _, zero in pairs
+        )
+        pairs[0][0].close()  # that one ended meanwhile: it is dropped, and the next one taken
+        head.offer(ended)
+        head.offer(alive)
+        assert head._take() is alive
+        assert (ended.fileno(), alive.fileno() >= 1500) == (-1, True)
+        head._sockets.drop(alive)
+    finally:
+        for each in (*pairs[0], *pairs[1]):
+            each.close()
+        head.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
