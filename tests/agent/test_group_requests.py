@@ -253,7 +253,7 @@ def test_stop_now_does_not_wait_for_a_drain(paired: Agent, controller: Peer) -> 
                 await other.request(Stop(now=True))
                 ended = await other.receive(messages.Exit, timeout=60)
             assert ended.signal == signal.SIGKILL
-            assert time.monotonic() - started < 20
+            assert time.monotonic() - started < 40
 
     drive(scenario())
 
