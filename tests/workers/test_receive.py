@@ -279,8 +279,8 @@ def test_a_peer_that_resets(target: int) -> None:
 
 def test_a_peer_that_stalls(target: int) -> None:
     async def work(pool: WorkerPool) -> None:
-        job = parts.receive_job(WHOLE, SIZE, stall_timeout=0.3, digests=parts.table_of(DATA))
-        with pytest.raises(WorkerError, match=r"nothing moved for 0\.3 seconds") as caught:
+        job = parts.receive_job(WHOLE, SIZE, stall_timeout=1.5, digests=parts.table_of(DATA))
+        with pytest.raises(WorkerError, match=r"nothing moved for 1\.5 seconds") as caught:
             await receive(pool, job, target, frame(DATA)[: MIB + 100000])
         assert (caught.value.code, caught.value.bytes_done) == ("stalled", MIB)
 
