@@ -158,9 +158,9 @@ class _Pairer:
         if self.key is None:
             return (
                 "Without a code only a node that accepts the first controller can be paired. On the host, "
-                "`flare agent join-code` prints a code, which `flare orbit pair` asks for; a node that another "
-                "controller holds needs `flare orbit controllers add` there, or `flare agent reset` on the "
-                "host."
+                "`flare agent join-code` prints a code, which `flare orbit pair` asks for; a node that "
+                "another controller holds needs `flare orbit controllers add` there, or `flare agent reset` "
+                "on the host."
             )
         return (
             "The code is wrong (every host has its own), used or older than 24 hours, or the node is paired "
