@@ -26,6 +26,8 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 # Outside strings only brackets decide how deep a text is nested, and here either kind counts the same.
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
+# Every value but the outermost stands behind one of these, and so does every member's name.
+_NOT_BEFORE_VALUES = bytes(code for code in range(256) if code not in b"[{,:")
 _HEX = re.compile(r"[0-9a-f]*\Z")
 _MISSING: Any = object()
 
@@ -36,7 +38,12 @@ def canonical(value: object) -> str:
 
 
 def loads(
-    data: bytes | str, *, limit: int, what: str, error: ErrorClass = RemoteProtocolError
+    data: bytes | str,
+    *,
+    limit: int,
+    what: str,
+    error: ErrorClass = RemoteProtocolError,
+    values: int | None = None,
 ) -> dict[str, Any]:
     """Parse one JSON object under all rules.
 
@@ -45,6 +52,8 @@ def loads(
         limit: the most bytes (characters, for text) that are looked at.
         what: names the document in an error, such as "STATUS" or "the core index".
         error: the class that is raised; a parser of a peer's bytes keeps the default.
+        values: the most commas, colons and opening brackets outside strings: what parsing costs depends on
+            those and not on the bytes. None for no bound.
 
     Raises:
         error: what is wrong, beginning with `what`.
@@ -56,7 +65,7 @@ def loads(
     except UnicodeDecodeError as problem:
         raise error(f"{what} is not UTF-8 (byte {problem.start}).") from None
     try:
-        _check_depth(data if isinstance(data, bytes) else text.encode(), what, error)
+        _check_shape(data if isinstance(data, bytes) else text.encode(), what, error, values)
     except UnicodeEncodeError:
         raise error(f"{what} has a lone surrogate in a string.") from None
 
@@ -92,14 +101,18 @@ def loads(
     return value
 
 
-def _check_depth(data: bytes, what: str, error: ErrorClass) -> None:
-    """Count how deep brackets are nested, before the parser recurses.
+def _check_shape(data: bytes, what: str, error: ErrorClass, values: int | None) -> None:
+    """Count how deep brackets are nested before the parser recurses, and how much it would have to build.
 
     Strangers may send megabytes, so this works on the whole text at once and not byte by byte: what stands
     in strings goes, then every pass removes the innermost pairs. What is no JSON is left to the parser.
     """
-    outside = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
-    brackets = b"".join(outside).translate(_BRACKETS, _NOT_BRACKETS)
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    too_many = values is not None and unescaped.count(b'"') > 2 * values + 2  # more strings than can be
+    outside = b"" if too_many else b"".join(unescaped.split(b'"')[::2])
+    if too_many or (values is not None and len(outside.translate(None, _NOT_BEFORE_VALUES)) > values):
+        raise error(f"{what} has more than {values} members and items.")
+    brackets = outside.translate(_BRACKETS, _NOT_BRACKETS)
     for _ in range(MAX_DEPTH):
         shorter = brackets.replace(b"[]", b"")
         if len(shorter) == len(brackets):
@@ -111,8 +124,10 @@ def _check_depth(data: bytes, what: str, error: ErrorClass) -> None:
 
 def _refuse_surrogates(value: object, what: str, error: ErrorClass) -> None:
     if isinstance(value, str):
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise error(f"{what} has a lone surrogate in a string.")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise error(f"{what} has a lone surrogate in a string.") from None
     elif isinstance(value, dict):
         for key, item in value.items():
             _refuse_surrogates(key, what, error)

@@ -17,6 +17,7 @@ from flare.agent.transfers import serving
 from flare.errors import FlareError, ForbiddenError, LocalProtocolError, PairingError, UnsupportedError
 from flare.identity import fingerprint
 from flare.session import Session, SessionClosedError, format_address
+from flare.wire.frames import MAX_GREETING, Screen, Tag
 from flare.wire.messages import (
     REQUESTS,
     STRANGER_REQUESTS,
@@ -42,6 +43,8 @@ from flare.wire.messages import (
 )
 
 WRONG_PROOF_DELAY = 1.0  # seconds: what a guess of a join code costs
+REQUEST_TAGS = frozenset(request.TAG for request in REQUESTS)
+STRANGER_TAGS = frozenset(request.TAG for request in STRANGER_REQUESTS)
 
 logger = logging.getLogger("flare.agent")
 
@@ -127,6 +130,7 @@ class Conversations:
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = session
+        session.screen = self._screen(session)
         try:
             while True:
                 request = await session.receive(*REQUESTS)
@@ -147,6 +151,18 @@ class Conversations:
         finally:
             del self._tasks[task]
 
+    def _screen(self, session: Session) -> Screen:
+        """Return what refuses a frame that its sender may not send, before its body is taken or parsed."""
+
+        def screen(tag: Tag, length: int) -> None:
+            if self._node.authority.is_controller(session.peer_key) or tag in STRANGER_TAGS:
+                return
+            if tag not in REQUEST_TAGS and length <= MAX_GREETING:
+                return  # an ERROR, or what is no request at all: the receiver's own rules apply
+            raise _forbidden(tag.name, session)
+
+        return screen
+
     async def _answer(self, session: Session, request: Message) -> None:
         node = self._node
         handler = HANDLERS.get(type(request))
@@ -156,8 +172,10 @@ class Conversations:
             await handler(node, session, request)
             return
         if handler is None or not isinstance(request, STRANGER_REQUESTS):
-            # The peer hears one fixed sentence (messages.Error.of); this one is for the node's log.
-            raise ForbiddenError(
-                f"{request.what()} from the unknown key {fingerprint(session.peer_key)[:16]}."
-            )
+            raise _forbidden(request.what(), session)
         await handler(node, session, request)
+
+
+def _forbidden(what: str, session: Session) -> ForbiddenError:
+    """Return a refusal for the node's log; the peer hears one fixed sentence (messages.Error.of)."""
+    return ForbiddenError(f"{what} from the unknown key {fingerprint(session.peer_key)[:16]}.")

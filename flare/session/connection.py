@@ -29,6 +29,7 @@ from flare.wire.frames import (
     Event,
     Frame,
     FrameParser,
+    Screen,
     Tag,
     encode_header,
     seal_pieces,
@@ -82,6 +83,7 @@ class Session:
         peer_name: how messages name the peer.
         hello: the peer's HELLO.
         frame_timeout: seconds to each frame, or None; what `receive` uses without a time-out of its own.
+        screen: asked about each frame that comes, before any of its body is taken.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Session:
         self.local_address: SocketAddress = socket_address(sock.getsockname())
         self.peer_name = printable(peer_name or format_address(*self.remote_address))
         self.frame_timeout: float | None = None
+        self.screen: Screen | None = None
         self._hello: Hello | None = None
         self._socket: socket.socket | None = sock
         self._send_cipher, receive_cipher = ciphers
@@ -298,6 +301,7 @@ class Session:
     async def _read_event(self, allowed: Mapping[Tag, int]) -> Event:
         sock = self._require_open()
         self._parser.allowed = allowed
+        self._parser.screen = self.screen
         while (event := self._parsed()) is None:
             try:
                 count = self._read_now(sock)

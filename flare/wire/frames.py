@@ -17,13 +17,13 @@ Parser states:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import NoReturn
 
-from flare.errors import LocalProtocolError, RemoteProtocolError
+from flare.errors import FlareError, LocalProtocolError, RemoteProtocolError
 from flare_workers.cipher import (
     LENGTH_SIZE,
     MAX_PLAINTEXT,
@@ -116,6 +116,9 @@ class DataPiece:
 
 Event = Frame | DataStart | DataPiece
 
+Screen = Callable[[Tag, int], None]
+"""Called with a frame's tag and its body's length when only its header was read; raises to refuse it."""
+
 
 def encode_header(tag: Tag, length: int) -> bytes:
     """Return a frame's nine bytes of header."""
@@ -160,12 +163,16 @@ class FrameParser:
         cipher: the direction's key, at its next counter.
         allowed: which tags may come and the longest body of each; may be replaced between frames.
         ciphertext: what was received already and not opened.
+
+    Attributes:
+        screen: asked about each frame before any of its body is taken, and before `allowed`.
     """
 
     def __init__(
         self, cipher: RecordCipher, *, allowed: Mapping[Tag, int] = BODY_LIMITS, ciphertext: bytes = b""
     ) -> None:
         self.allowed = allowed
+        self.screen: Screen | None = None
         self._cipher = cipher
         self._buffer = bytearray(max(MAX_RECORD, len(ciphertext)))  # always room for one whole record
         self._buffer[: len(ciphertext)] = ciphertext
@@ -174,7 +181,7 @@ class FrameParser:
         self._tag: Tag | None = None
         self._remaining = 0  # body bytes still to come
         self._body = bytearray()
-        self._failure: RemoteProtocolError | None = None
+        self._failure: FlareError | None = None
         self._ended = False
 
     @property
@@ -233,6 +240,7 @@ class FrameParser:
 
         Raises:
             RemoteProtocolError: the peer broke the protocol; the session is over.
+            FlareError: `screen` refused a frame, with the same end.
         """
         if self._failure is not None:
             raise self._failure
@@ -300,6 +308,12 @@ class FrameParser:
         except ValueError:
             self._fail(f"A frame with the unknown tag {plaintext[0]} came.")
         length = int.from_bytes(plaintext[1:HEADER_LENGTH], "little")
+        if self.screen is not None:
+            try:
+                self.screen(tag, length)
+            except FlareError as refusal:
+                self._failure = refusal
+                raise
         limit = self.allowed.get(tag)
         if limit is None:
             expected = " or ".join(sorted(allowed.name for allowed in self.allowed))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flare.errors import LocalProtocolError, RemoteProtocolError
+from flare.errors import ForbiddenError, LocalProtocolError, RemoteProtocolError
 from flare.wire.frames import (
     BODY_LIMITS,
     HEADER_LENGTH,
@@ -326,3 +326,23 @@ def test_any_opened_bytes_give_events_or_a_remote_protocol_error(inputs: list[by
         except RemoteProtocolError:
             failed = True
             assert not parser.between_frames
+
+
+def test_a_screen_is_asked_before_a_body_is_taken() -> None:
+    asked = []
+
+    def screen(tag: Tag, length: int) -> None:
+        asked.append((tag, length))
+        if tag is Tag.RUN:
+            raise ForbiddenError("not you")
+
+    cipher, parser = pair()
+    parser.screen = screen
+    parser.feed(seal(cipher, encode_frame(Tag.STATUS, b"{}")))
+    assert events(parser) == [Frame(Tag.STATUS, b"{}")]
+    parser.feed(seal(cipher, encode_header(Tag.RUN, 4 * MIB)))
+    for _ in range(2):  # it stays refused
+        with pytest.raises(ForbiddenError, match="not you"):
+            parser.next_event()
+    assert asked == [(Tag.STATUS, 2), (Tag.RUN, 4 * MIB)]
+    assert not parser.between_frames

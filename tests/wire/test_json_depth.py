@@ -1,9 +1,10 @@
-"""The depth of JSON is counted on the whole text at once; here against a reader that goes byte by byte."""
+"""Depth and values of JSON are counted on the whole text at once; here against a reader of single bytes."""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from flare.errors import RemoteProtocolError
 from flare.strict_json import MAX_DEPTH, loads
+from flare.wire.messages import Fetch
+from tests.vectors.examples import EXAMPLES
 
 
 def naive_depth(text: str) -> int:
@@ -93,3 +96,38 @@ def test_megabytes_that_are_meant_to_hurt(data: bytes) -> None:
 def test_text_with_a_lone_surrogate() -> None:
     with pytest.raises(RemoteProtocolError, match="it has a lone surrogate"):
         loads('{"a":"\ud800"}', limit=100, what="it")
+
+
+MAX_VALUES = 200_000
+BUSY = {
+    "objects": b'{"a":[' + b",".join([b"{}"] * 1_390_000) + b"]}",
+    "numbers": b'{"a":[' + b",".join([b"1e1"] * 1_040_000) + b"]}",
+    "strings": b'{"a":[' + b",".join([b'""'] * 1_390_000) + b"]}",
+    "members": b"{" + b",".join(b'"%d":0' % number for number in range(320_000)) + b"}",
+    "quotes": b'"' * 4_190_000,
+    "brackets": b"[]" * 2_090_000,
+}
+
+
+@pytest.mark.parametrize("shape", BUSY)
+def test_a_body_of_many_values_is_refused_before_it_is_built(shape: str) -> None:
+    taken = []
+    for _ in range(3):  # the shortest counts: a busy machine's caches are no subject here
+        started = time.process_time()
+        with pytest.raises(RemoteProtocolError, match="it has more than 200000 members and items"):
+            loads(BUSY[shape], limit=4 * 1024 * 1024, what="it", values=MAX_VALUES)
+        taken.append(time.process_time() - started)
+    assert min(taken) < 0.1
+
+
+def test_values_are_counted_outside_strings() -> None:
+    text = json.dumps({'a,:["\\': ["b,,,,{{{{::::", {}, 1]}, separators=(",", ":"))
+    assert loads(text, limit=1000, what="it", values=6) == json.loads(text)
+    with pytest.raises(RemoteProtocolError, match="more than 5 members and items"):
+        loads(text, limit=1000, what="it", values=5)
+
+
+def test_the_longest_ranges_that_may_be_asked_for_fit() -> None:
+    ranges = tuple((number * 2**31, 2**30) for number in range(65_536))
+    request = replace(next(example for example in EXAMPLES if isinstance(example, Fetch)), ranges=ranges)
+    assert Fetch.from_body(request.to_body()) == request

@@ -12,6 +12,7 @@ from flare.paths import check_name
 from flare.strict_json import MAX_COUNT, Reader, canonical, loads
 from flare.wire.frames import BODY_LIMITS, Tag, encode_frame
 
+MAX_VALUES = 200_000  # members and items of one body: 65,536 ranges are 196,608, and take 25 ms to parse
 MAX_PATH = 4096  # PATH_MAX
 MAX_ADDRESS = 300  # a host name of 253, brackets, colon, port
 MAX_NAME_TEXT = 255  # names that are shown, such as a device's
@@ -31,11 +32,13 @@ class Message:
     Class attributes:
         TAG: the frame's tag.
         LIMIT: the most bytes of JSON that are read.
+        VALUES: the most members and items in it.
         REPLY: the body of the OK that answers it; None for what has no answer.
     """
 
     TAG: ClassVar[Tag] = Tag.OK
     LIMIT: ClassVar[int] = BODY_LIMITS[Tag.OK]
+    VALUES: ClassVar[int] = MAX_VALUES
     REPLY: ClassVar[type[Message] | None] = None
     __slots__ = ()
 
@@ -78,7 +81,7 @@ class Message:
             RemoteProtocolError: it is not what docs/protocol.md says; the message names the member.
         """
         what = cls.what()
-        return cls.parse(Reader(loads(body, limit=cls.LIMIT, what=what), what))
+        return cls.parse(Reader(loads(body, limit=cls.LIMIT, what=what, values=cls.VALUES), what))
 
 
 class Request(Message, Generic[Reply]):

@@ -231,6 +231,7 @@ class StatusReply(Message):
     """
 
     LIMIT: ClassVar[int] = MAX_REPORT
+    VALUES: ClassVar[int] = MAX_REPORT  # every file of every core; a node's answer to a controller
 
     name: str
     public_key: bytes
@@ -335,6 +336,7 @@ class MetricsReply(Message):
     """Devices and groups as the sampler last read them."""
 
     LIMIT: ClassVar[int] = MAX_REPORT
+    VALUES: ClassVar[int] = MAX_REPORT  # every group's whole document
 
     gpus: tuple[GpuReport, ...]
     groups: tuple[GroupMetrics, ...]

@@ -125,6 +125,7 @@ class Transfer(Request[TransferReply]):
 
     TAG: ClassVar[Tag] = Tag.TRANSFER
     LIMIT: ClassVar[int] = BODY_LIMITS[Tag.TRANSFER]
+    VALUES: ClassVar[int] = LIMIT  # every file has ranges of its own; controllers alone may send it
     REPLY: ClassVar[type[Message] | None] = TransferReply
 
     grant: SignedRecord
