@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from flare import keeper, strict_json
@@ -28,6 +30,10 @@ KILL_AFTER = 10.0  # seconds from the second SIGTERM of a hurried stop to SIGKIL
 KEEPER_LIMIT = 5.0  # seconds for a keeper to obey a kill; one that is stopped or hangs is killed itself
 START_TIMEOUT = 20.0  # seconds for the keeper to fork; milliseconds unless the machine is drowning
 SWEEP_INTERVAL = 0.05  # seconds between two looks for orphans of a killed keeper
+SWEEP_LIMIT = 30.0  # seconds of looks that fail, for want of descriptors; then orphans are left to the log
+POLL_INTERVAL = 0.25  # seconds between two looks at a keeper that no descriptor watches
+
+logger = logging.getLogger("flare.agent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +304,23 @@ class Run:
         return True
 
     async def _reap(self) -> None:
-        """Wait for the keeper's end, which is the end of everything below it."""
+        """Wait for the keeper's end, which is the end of everything below it.
+
+        Whatever fails on the way, the run ends: it would hold its devices for ever, and the agent could not.
+        """
         assert self._keeper is not None
-        await _process_ended(self._keeper.pid)
-        self._keeper.wait()
+        await _process_ended(self._keeper)
+        try:
+            await self._bury()
+        except Exception:
+            logger.exception("what the rank %s left could not be looked at", self.spec.launch)
+        self._finish()
+
+    async def _bury(self) -> None:
+        """Take in what is left to hear, and see to it that nothing of the rank lives."""
         for reader in self._readers:
-            reader.drain()
+            with _logged("a rank's last words could not be read"):
+                reader.drain()
         assert self._begun is not None
         if not self._begun.done():
             self._begun.set_exception(RankError("The rank could not be started: its keeper ended."))
@@ -314,7 +331,6 @@ class Run:
             if self.signal is None and self.status is None:
                 self.signal = signal.SIGKILL
             await sweep(self.spec.launch, self.pid)
-        self._finish()
 
     def _finish(self) -> None:
         self.ended = self._clock()
@@ -326,7 +342,17 @@ class Run:
         self.output.end()
         self.gone.set()
         for call in self.on_gone:
-            call()
+            with _logged("what is due after a rank's end failed"):
+                call()
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Keep one step's failure from ending the others."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s", what)
 
 
 def _damage_in(status: strict_json.Reader) -> Damage | None:
@@ -357,10 +383,15 @@ def _filled_pipe(data: bytes) -> int:
     return read_end
 
 
-async def _process_ended(process: int) -> None:
-    """Wait, on a process descriptor, until a child has ended; it is left to be collected."""
+async def _process_ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a child has ended, on a process descriptor where there is one left, and collect it."""
     loop = asyncio.get_running_loop()
-    descriptor = os.pidfd_open(process)
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:  # out of descriptors, or forbidden to us: look now and then
+        while process.poll() is None:  # noqa: ASYNC110 - nothing tells us
+            await asyncio.sleep(POLL_INTERVAL)
+        return
     ended = asyncio.Event()
     loop.add_reader(descriptor, ended.set)
     try:
@@ -368,6 +399,7 @@ async def _process_ended(process: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+    process.wait()
 
 
 async def sweep(launch: str, leader: int | None) -> None:
@@ -375,30 +407,48 @@ async def sweep(launch: str, leader: int | None) -> None:
 
     Only for a keeper that was itself killed: its orphans become children of this process, a subreaper,
     which then has to collect them too.
+
+    Raises:
+        OSError: for SWEEP_LIMIT no look at the processes was possible.
     """
     mark = f"{LAUNCH_VARIABLE}={launch}".encode()
     orphans = set() if leader is None else {leader}
+    give_up = time.monotonic() + SWEEP_LIMIT
     while True:
-        alive = [process for process in keeper.descendants(os.getpid()) if _has_mark(process, mark)]
+        try:
+            alive = [process for process in keeper.descendants(os.getpid()) if _has_mark(process, mark)]
+        except OSError:  # out of descriptors: some come back
+            if time.monotonic() >= give_up:
+                raise
+            await asyncio.sleep(POLL_INTERVAL)
+            continue
         for process in alive:
             orphans.add(process)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        _collect(orphans)
-        if not alive:
+        if not _collect(orphans) and not alive:
             return
         await asyncio.sleep(SWEEP_INTERVAL)
 
 
-def _collect(processes: set[int]) -> None:
-    for process in processes:
-        with contextlib.suppress(ChildProcessError):  # not ours, or collected before
-            os.waitpid(process, os.WNOHANG)
+def _collect(orphans: set[int]) -> bool:
+    """Collect those that ended; tell whether a child of ours among them still ends.
+
+    One whose memory is gone already carries no mark that could be read, and is there all the same.
+    """
+    ending = False
+    for process in tuple(orphans):
+        with contextlib.suppress(ChildProcessError):  # not ours, or not yet
+            if os.waitpid(process, os.WNOHANG)[0]:
+                orphans.discard(process)
+            else:
+                ending = True
+    return ending
 
 
 def _has_mark(process: int, mark: bytes) -> bool:
     try:
         with open(f"/proc/{process}/environ", "rb") as file:
             return mark in file.read().split(b"\0")
-    except OSError:  # it ended, or belongs to somebody else
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is somebody else's
         return False

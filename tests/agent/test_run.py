@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -259,3 +260,63 @@ def test_phase_is_known_while_it_runs() -> None:
         assert run.uptime > 0
 
     drive(scenario)
+
+
+def test_a_callback_that_fails_keeps_neither_the_others_nor_the_devices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    called = []
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    async def scenario(run: Run) -> None:
+        run.on_gone += [fail, lambda: called.append("second")]
+        await run.start()
+        await run.gone.wait()
+
+    run = drive(scenario, "exit:0")
+    assert (run.state, called) == ("exited", ["second"])
+    assert "what is due after a rank's end failed" in caplog.text
+
+
+def test_a_rank_ends_without_a_descriptor_that_watches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("os.pidfd_open", exhausted)
+
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await run.gone.wait()
+
+    run = drive(scenario, "exit:7")
+    assert (run.state, run.status) == ("failed", 7)
+
+
+def test_orphans_that_cannot_be_looked_for_do_not_keep_a_run_alive(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from flare.system import become_subreaper
+
+    become_subreaper()
+    looks = []
+
+    def exhausted(_: int) -> list[int]:
+        looks.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("flare.keeper.descendants", exhausted)
+    monkeypatch.setattr("flare.agent.run.SWEEP_LIMIT", 0.4)
+
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await said(run, "ready")
+        assert run._keeper is not None
+        run._keeper.kill()
+        await run.gone.wait()
+
+    run = drive(scenario)
+    assert (run.state, run.reason) == ("failed", "its keeper was killed")
+    assert len(looks) > 1
+    assert "could not be looked at" in caplog.text
