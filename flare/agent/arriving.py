@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flare.agent.cache import Cache, Place
 from flare.agent.inventory import Signed, signed_at
+from flare.agent.transfers.waiting import in_thread
 from flare.errors import (
     BusyError,
     ConflictError,
@@ -196,7 +197,7 @@ class Arrivals:
             if place.digest:
                 await self._check_name(place, file)
             if file.publisher is None:
-                self._cache.publish(file.path, place)
+                await in_thread(self._cache.publish, file.path, place)
             else:
                 await self._replace(place, file, file.publisher)
         except BaseException:

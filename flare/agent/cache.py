@@ -54,6 +54,7 @@ from flare.paths import Paths
 from flare.trust.publishers import PublisherProfile
 
 SPARE_BYTES = 256 * 1024 * 1024  # left free on the disk: a full file system breaks more than a transfer
+PART_MARKER = ".verified-part"  # as `.verified`, for a directory that holds less than the index gives
 
 logger = logging.getLogger("flare.agent")
 
@@ -280,12 +281,16 @@ class Cache:
         path.rename(doomed)
         return doomed
 
-    def remove_entry(self, entry: Entry) -> None:
-        """Remove a core directory whose data proved to be wrong."""
-        with contextlib.suppress(FileNotFoundError):
-            delete(self._take_away(self.entry_folder(entry)))
+    def in_use(self, folder: Path, own_pins: int = 0) -> bool:
+        """Tell whether a rank or a transfer uses a directory of cores/ or models/.
 
-    def take_damaged(self, folder: Path, file: str | None) -> Path | None:
+        Args:
+            own_pins: how many of its pins are the asker's.
+        """
+        pins = self._pins[folder.name] if folder.parent == self.paths.cores else 0
+        return pins > own_pins or is_locked(folder)
+
+    def take_damaged(self, folder: Path, file: str | None, own_pins: int = 0) -> Path | None:
         """Take a core directory out of the cache whose stored bytes proved not to be the signed ones.
 
         Nothing else would replace it: its files have their sizes, so that nobody sends them again.
@@ -293,6 +298,7 @@ class Cache:
         Args:
             folder: a directory of cores/ or models/.
             file: the one that is wrong, where it is known; a blob of that name goes too.
+            own_pins: how many of the folder's pins are the asker's.
 
         Returns:
             What is to be deleted; None where it is gone already.
@@ -305,9 +311,9 @@ class Cache:
             raise NotFoundError(f"{folder} is no core directory of this node's cache.")
         if file is not None and _BLOB.match(file):
             self.remove_blob(file)
-        for marker in (AGENT_MARKER, MODEL_MARKER):
+        for marker in (AGENT_MARKER, PART_MARKER, MODEL_MARKER):
             (folder / marker).unlink(missing_ok=True)
-        if (folder.parent == self.paths.cores and self._pins[folder.name]) or is_locked(folder):
+        if self.in_use(folder, own_pins):
             raise BusyError(f"{folder.name} is used by another group or transfer.")
         try:
             return self._take_away(folder)
@@ -385,7 +391,7 @@ class Cache:
         Raises:
             BusyError: a group or a transfer uses it.
         """
-        if self._pins[str(entry)] > own_pins or is_locked(self.entry_folder(entry)):
+        if self.in_use(self.entry_folder(entry), own_pins):
             raise BusyError(
                 f"{entry} in this node's cache is the same model signed by another publisher, and a group or "
                 "a transfer uses it. Stop that, then try again."

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import stat as stat_module
+from functools import partial
 from pathlib import Path
 
 from flare.agent.arriving import signed_by
@@ -171,29 +172,33 @@ async def have(node: Node, session: Session, request: Have) -> None:
     """Say whether the cache holds an entry at that size; a member of a grant may ask about its core."""
     publisher = request.publisher
     if not node.authority.is_controller(session.peer_key):
-        package = _check_have(node, session, request)
+        package = await _check_have(node, session, request)
         publisher = package.publisher
     place = node.cache.place(request.kind, request.name)
     # In a thread: a marker may have a million ranges.
     found, verified = await asyncio.to_thread(node.cache.have, place, request.size)
-    if found and publisher is not None and not (verified and _marked_by(node, place, publisher)):
+    marked = verified and await asyncio.to_thread(_marked_by, node, place, publisher)
+    if found and publisher is not None and not marked:
         found = await signed_by(place, request.size, publisher)
         verified = found and verified
     await session.send(HaveReply(have=found, verified=verified))
 
 
-def _marked_by(node: Node, place: Place, publisher: str) -> bool:
+def _marked_by(node: Node, place: Place, publisher: str | None) -> bool:
     """Tell whether a directory's marker says who signed its primary, so that nobody need parse it."""
+    if publisher is None:
+        return False
     marker = None if place.entry is None else node.cache.marker(place.entry)
     return marker is not None and marker.publisher == publisher
 
 
-def _check_have(node: Node, session: Session, request: Have) -> Package:
+async def _check_have(node: Node, session: Session, request: Have) -> Package:
     controllers = node.authority.controllers
     path = request.name.partition("/")[2]
     if request.grant is None or controllers is None or request.kind != "core":
         raise ForbiddenError("HAVE without a grant, of something else than a core, or of an unpaired node.")
-    checked = check_fetch(
+    check = partial(
+        check_fetch,
         request.grant,
         session_key=session.peer_key,
         controllers=controllers,
@@ -201,8 +206,11 @@ def _check_have(node: Node, session: Session, request: Have) -> Package:
         file=path,
         ranges=(),
         now=int(node.wall_clock()),
-        holds=lambda package: holds(node, package),
     )
+    # Who asks comes first: no marker is parsed for those who may not ask.
+    allowed = check(holds=lambda package: True)
+    held = await asyncio.to_thread(holds, node, allowed.grant.package)
+    checked = check(holds=lambda package: held)
     prefix = f"{checked.grant.package.export}-{checked.grant.package.length}"
     folder = request.name.partition("/")[0]
     if folder != prefix and not folder.startswith(f"{prefix}-rank"):

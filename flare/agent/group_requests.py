@@ -83,7 +83,7 @@ async def _specify(
         executable=await _executable(node, request.executable, pins),
         core=core,
         cache=node.paths.cache,
-        profile=node.cache.store_profile(request.publisher, grant.package.publisher),
+        profile=await asyncio.to_thread(node.cache.store_profile, request.publisher, grant.package.publisher),
     )
     return RankSpec(
         launch=grant.launch,

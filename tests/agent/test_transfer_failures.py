@@ -161,6 +161,25 @@ def test_a_stored_primary_that_is_damaged(
     nothing_left(destination)
 
 
+def test_a_damaged_core_that_a_rank_serves_stays(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    _, destination = pair
+    push = a_push(pair, controller, tmp_path, MIB)
+    drive(push.ask(destination))
+    folder = push.folder(destination)
+    stored = folder / push.package.files[0]
+    stored.chmod(0o644)
+    flip(stored, push.primary.digests_offset)
+    with shared_lock(folder), pytest.raises(IntegrityError, match="uses that directory, so it stays"):
+        drive(push.ask(destination))
+    assert stored.exists()
+    assert not (folder / ".verified").exists()
+    with pytest.raises(IntegrityError, match="is damaged and was removed"):
+        drive(push.ask(destination))
+    nothing_left(destination)
+
+
 def test_another_core_in_the_directory(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
     _, destination = pair
     push = a_push(pair, controller, tmp_path, MIB)

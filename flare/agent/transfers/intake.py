@@ -15,8 +15,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flare.agent.cache import Entry, Place
+from flare.agent.cache import PART_MARKER, Entry, Place
 from flare.agent.file_requests import worker_failure
+from flare.agent.folders import delete
 from flare.agent.node import Node
 from flare.agent.transfers.holding import speaks_of
 from flare.agent.transfers.partial import Partial, kept_bytes
@@ -28,14 +29,22 @@ from flare.agent.transfers.waiting import in_thread, settled
 from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile, Marker, read_marker
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
-from flare.errors import ConflictError, CoreError, FlareError, IntegrityError, StorageError, TrustError
+from flare.errors import (
+    BusyError,
+    ConflictError,
+    CoreError,
+    FlareError,
+    IntegrityError,
+    StorageError,
+    TrustError,
+)
 from flare.files import describe_os_error
 from flare.trust.grants import Package
 from flare.wire.messages import FileRanges, TransferReply
 from flare_workers.jobs import CORRUPT, Hash, WorkerError
 from flare_workers.ranges import Ranges
 
-PART_MARKER = ".verified-part"  # as `.verified`, for a directory that holds less than the index gives
+_STAYS = "Another group or transfer uses that directory, so it stays, unverified: end that, then push again."
 
 logger = logging.getLogger("flare.agent")
 
@@ -104,7 +113,9 @@ class Intake:
                 if wrong or isinstance(problem, StorageError):
                     await in_thread(self._forget_partials)
                 if wrong or (created and not self._order.resume):
-                    await in_thread(self._cache.remove_entry, entry)
+                    removed = await self._remove_entry()
+                    if isinstance(problem, IntegrityError) and not removed:
+                        raise IntegrityError(f"{problem.message} {_STAYS}") from None
                 raise
             finally:
                 await self._receiver.close()
@@ -112,6 +123,17 @@ class Intake:
         return TransferReply(
             bytes=self._progress.transferred, seconds=time.monotonic() - began, verified=True
         )
+
+    async def _remove_entry(self) -> bool:
+        """Remove the core directory; return False where somebody else uses it: then it is unverified."""
+        try:
+            # The check and the renaming happen without an await, so that no pin can come in between.
+            doomed = self._cache.take_damaged(self._folder, None, own_pins=1)
+        except BusyError:
+            return False
+        if doomed is not None:
+            await in_thread(delete, doomed)
+        return True
 
     async def _carry_out(self) -> None:
         await in_thread(self._read_markers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable
 
 from flare.agent.cache import Entry
 from flare.agent.connected import while_connected
@@ -34,7 +35,8 @@ async def transfer(node: Node, session: Session, request: Transfer) -> None:
         seen=node.ranks.was_stopped,
     )
     order = _order(node, request, checked)
-    node.cache.store_profile(request.publisher, checked.grant.package.publisher)
+    publisher = checked.grant.package.publisher
+    await asyncio.to_thread(node.cache.store_profile, request.publisher, publisher)
     node.remember_grant(checked.grant, request.grant.signer)
     await while_connected(session, _carry_out(node, session, order), "a transfer")
 
@@ -63,14 +65,18 @@ def _order(node: Node, request: Transfer, checked: CheckedGrant) -> Order:
     return Order(package, entry, route, request.files, resume)
 
 
+def wish_of(order: Order) -> Hashable:
+    """Return what is to be there after a transfer: two of one wish become one."""
+    return (order.package.index_sha256, order.package.publisher, order.asked)
+
+
 async def _carry_out(node: Node, session: Session, order: Order) -> None:
     shown: list[Progress] = []
 
     async def work(progress: Progress) -> TransferReply:
         return await Intake(node, order, progress).run()
 
-    wish = (order.package.index_sha256, order.asked)
-    joining = asyncio.create_task(node.transfers.join(str(order.entry), wish, work, shown.append))
+    joining = asyncio.create_task(node.transfers.join(str(order.entry), wish_of(order), work, shown.append))
     told: tuple[int, int, int | None] = (0, 0, None)
     try:
         while not joining.done():

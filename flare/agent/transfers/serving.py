@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -29,7 +30,7 @@ from flare.session import Session, SessionClosedError, connect
 from flare.trust.controllers import ControllerSet
 from flare.trust.grants import FabricHop, Grant, Member, check_fetch, check_fetch_fabric, check_ranges
 from flare.wire.messages import Fetch, FetchFabric, FetchReply, Ranges
-from flare_workers.jobs import Relay, Send, WorkerError
+from flare_workers.jobs import Channel, Relay, Send, WorkerError
 
 
 async def fetch(node: Node, session: Session, request: Fetch) -> None:
@@ -120,7 +121,8 @@ async def _send(
         if copy.entry is not None:
             held.enter_context(node.cache.pinned(str(copy.entry)))
         held.enter_context(shared_lock(copy.folder))
-        copy.check_has(grant.package, file, ranges)
+        # In a thread: a part's marker may have a million ranges.
+        await asyncio.to_thread(copy.check_has, grant.package, file, ranges)
         path = str(copy.path(grant.package, file))
         try:
             descriptor, information = await asyncio.to_thread(open_source, path)
@@ -173,8 +175,10 @@ async def _relay(node: Node, session: Session, hop: FabricHop, request: FetchFab
             length=reply.length,
             stall_timeout=stall_timeout,
         )
-        sockets = (upstream.detach(), session.detach())
+        sockets: list[tuple[socket.socket, Channel]] = []
         try:
+            sockets.append(upstream.detach())
+            sockets.append(session.detach())
             result = await node.pool.run(job, sockets=sockets)
             upstream.resume(sockets[0][0], result.channels[0])
             session.resume(sockets[1][0], result.channels[1])
