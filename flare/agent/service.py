@@ -18,13 +18,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flare.agent.arriving import Arrivals
+from flare.agent.arriving import Arrivals, Digest
 from flare.agent.authority import Authority
 from flare.agent.cache import Cache
+from flare.agent.file_requests import worker_failure
 from flare.agent.gpus import Devices
 from flare.agent.handlers import Conversations
 from flare.agent.lock import AgentLock
-from flare.agent.node import Node
+from flare.agent.node import Node, Pool
 from flare.agent.pairing import Pairing, allow_first
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
@@ -35,7 +36,7 @@ from flare.printable import printable
 from flare.session import Listener, SocketAddress, format_address, parse_address
 from flare.settings import DEFAULT_PORT, Settings
 from flare.system import become_subreaper
-from flare_workers.jobs import Hash
+from flare_workers.jobs import Hash, WorkerError
 from flare_workers.pool import WorkerPool
 from flare_workers.ranges import Ranges
 from flare_workers.spawner import SpawnerHandle, start
@@ -181,20 +182,7 @@ async def _node(
         pairing.forget_used_code()
         arrivals.forget_quiet()
 
-    async def digest(descriptor: int, file: str, size: int) -> bytes:
-        job = Hash(
-            title=f"digest {file}",
-            name=file,
-            ranges=Ranges.whole(size).runs,
-            size=size,
-            whole=True,
-            sync=True,
-            drop_cache=True,
-        )
-        result = await pool.run(job, files=[descriptor])
-        assert result.sha256 is not None
-        return result.sha256
-
+    digest = digest_in(pool)
     arrivals = Arrivals(cache, digest)
     sampler = Sampler(devices, ranks, each_second=each_second)
     executable, executable_path = installed_executable()
@@ -223,6 +211,29 @@ async def _node(
         await pool.close()
         arrivals.close()
         devices.close()
+
+
+def digest_in(pool: Pool) -> Digest:
+    """Return what digests a file in a worker, and says what a worker's failure means to whoever waits."""
+
+    async def digest(descriptor: int, file: str, size: int) -> bytes:
+        job = Hash(
+            title=f"digest {file}",
+            name=file,
+            ranges=Ranges.whole(size).runs,
+            size=size,
+            whole=True,
+            sync=True,
+            drop_cache=True,
+        )
+        try:
+            result = await pool.run(job, files=[descriptor])
+        except WorkerError as problem:
+            raise worker_failure(problem) from None
+        assert result.sha256 is not None
+        return result.sha256
+
+    return digest
 
 
 async def listen(listener: Listener, host: str, port: int) -> tuple[SocketAddress, ...]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from flare.agent.service import default_name, installed_executable, parse_listen
-from flare.errors import UsageError
+from flare.agent.service import default_name, digest_in, installed_executable, parse_listen
+from flare.errors import FlareError, StorageError, TransferError, UsageError
 from flare.wire.messages import Status
+from flare_workers.jobs import Result, WorkerError
 from tests.agent.world import Agent, Peer, drive
 
 
@@ -93,3 +95,18 @@ def test_an_engine_shows_as_soon_as_it_is_installed(paired: Agent, controller: P
         assert await engines() == ({}, {})
 
     drive(scenario())
+
+
+@pytest.mark.parametrize(("code", "error"), [("storage", StorageError), ("worker_died", TransferError)])
+def test_a_worker_that_fails_to_digest_is_no_fault_of_the_agent(code: str, error: type[FlareError]) -> None:
+    class Failing:
+        usable = True
+
+        async def run(self, *_: object, **__: object) -> Result:
+            raise WorkerError(code, "the disk is gone")
+
+    async def work() -> None:
+        with pytest.raises(error, match="the disk is gone"):
+            await digest_in(Failing())(0, "x", 1)
+
+    asyncio.run(work())
