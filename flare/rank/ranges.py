@@ -126,7 +126,7 @@ class RangeReceiver:
     def __init__(self, connect: Callable[[], socket.socket], streams: int = DEFAULT_STREAMS) -> None:
         self._connect = connect
         self._streams = streams
-        self._connections: list[socket.socket] = []
+        self._connections: dict[int, socket.socket] = {}  # by stream: threads come here in any order
         self._lock = threading.Lock()
         self._cancelled = False
         self.received = 0
@@ -166,23 +166,23 @@ class RangeReceiver:
         """End every connection from another thread; whoever waits on one ends with it."""
         with self._lock:
             self._cancelled = True
-            for connection in self._connections:
+            for connection in self._connections.values():
                 shut(connection)
 
     def close(self) -> None:
         """Close the connections, when no file is being received."""
         with self._lock:
-            for connection in self._connections:
+            for connection in self._connections.values():
                 connection.close()
             self._connections.clear()
 
     def _connection(self, position: int) -> socket.socket:
         with self._lock:
-            if position < len(self._connections):
+            if position in self._connections:
                 return self._connections[position]
         connection = self._connect()
         with self._lock:
-            self._connections.append(connection)
+            self._connections[position] = connection
             if self._cancelled:
                 shut(connection)
         return connection

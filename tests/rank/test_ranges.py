@@ -77,6 +77,14 @@ def test_a_file_arrives_whole_over_any_number_of_streams(
     assert served.opened == min(streams, 10)  # ten blocks give no more than ten shares
 
 
+def test_each_stream_has_its_own_connection_whichever_thread_comes_first(served: Served) -> None:
+    receiver = RangeReceiver(served.connect, 2)
+    late, early = receiver._connection(1), receiver._connection(0)
+    assert early is not late
+    assert (receiver._connection(0), receiver._connection(1)) == (early, late)
+    receiver.close()
+
+
 def test_only_the_wanted_ranges_arrive(tmp_path: Path) -> None:
     core = load_primary(write_core(tmp_path / "core", FILES, ranks=2, rank_ranges=SPLIT))
     lab = Served(core)
