@@ -176,13 +176,14 @@ def test_a_peer_that_reads_nothing_stalls(tmp_path: Path) -> None:
 
 
 def test_a_slow_peer_is_no_stalled_one(tmp_path: Path) -> None:
-    descriptor = parts.new_file(tmp_path / "file", 16 * MIB)
+    size = 96 * MIB  # far more than is read in the time below, and than sockets hold
+    descriptor = parts.new_file(tmp_path / "file", size)
 
     async def work(pool: WorkerPool) -> None:
         left, right = parts.tcp_pair()
         left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         ours, _ = parts.channels()
-        job = parts.send_job(((0, 16 * MIB),), stall_timeout=3.0)
+        job = parts.send_job(((0, size),), stall_timeout=3.0)
         task = asyncio.ensure_future(pool.run(job, [(left, ours)], [descriptor]))
         loop = asyncio.get_running_loop()
         begun = loop.time()
@@ -190,8 +191,8 @@ def test_a_slow_peer_is_no_stalled_one(tmp_path: Path) -> None:
             await parts.read_all(right, MIB)
             await asyncio.sleep(0.35)
             assert not task.done()
-        drain = asyncio.ensure_future(parts.read_all(right, 32 * MIB))
-        assert (await task).bytes_done == 16 * MIB
+        drain = asyncio.ensure_future(parts.read_all(right, 2 * size))
+        assert (await task).bytes_done == size
         left.close()
         await drain
         right.close()
