@@ -493,7 +493,7 @@ def test_stopping_the_agent_ends_ranks_and_tells_who_is_attached(paired: Agent, 
 
     below = descendants_of(process)
     drive(scenario())
-    assert paired.stop() == 0
+    assert paired.ended() == 0
     assert not is_alive(int(engine.read_text()))
     assert not [found for found in below if is_alive(found)]
 
@@ -535,7 +535,7 @@ def test_a_second_signal_does_not_wait_for_a_drain(paired: Agent, controller: Pe
             assert time.monotonic() - started < SHUTDOWN_GRACE - 1
 
     drive(scenario())
-    assert paired.stop() == 0
+    assert paired.ended() == 0
 
 
 def test_uploaded_executable_must_be_the_one_that_was_asked_for(paired: Agent, controller: Peer) -> None:

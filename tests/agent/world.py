@@ -103,11 +103,16 @@ class Agent:
         """Return what it logged so far."""
         return (self.home / "agent.log").read_text()
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Send a signal and wait for the end; return the exit status."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(number)
+        return self.ended(seconds)
+
+    def ended(self, seconds: float = 60) -> int:
+        """Wait for the end of an agent that was asked to; return the exit status."""
+        assert self.process is not None
         status = self.process.wait(seconds)
         assert self.process.stdout is not None
         self.process.stdout.close()

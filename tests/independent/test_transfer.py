@@ -58,8 +58,8 @@ class Source:
                 peer.send_hello()
                 while True:
                     self.fetch(peer)
-            except ClosedError:
-                pass
+            except (ClosedError, ConnectionError):
+                pass  # who has noticed what is wrong in one stream leaves the others in the middle
             except BaseException as error:
                 self.faults.append(error)
 
