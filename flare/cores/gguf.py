@@ -88,6 +88,10 @@ def read_head(file: BinaryIO, what: str) -> GgufHead:
     return _Reader(file, size, what).head()
 
 
+CHUNK = 64 * 1024  # bytes of strings that are read at once
+_LENGTH = struct.Struct("<Q")
+
+
 class _Reader:
     def __init__(self, file: BinaryIO, size: int, what: str) -> None:
         self.file = file
@@ -159,8 +163,17 @@ class _Reader:
     def skip_strings(self, count: int) -> None:
         if count > MAX_ARRAY:
             raise self.fail(f"announces {count} strings in an array; at most {MAX_ARRAY} are read")
+        data, position = b"", 0  # a vocabulary has 100,000 strings: not a read and a seek for each
         for _ in range(count):
-            self.skip(int(self.scalar(10)))
+            if position + _LENGTH.size > len(data):
+                data, position = data[position:] + self.file.read(CHUNK), 0
+                if len(data) < _LENGTH.size:
+                    raise self.fail("ends inside its header: it is cut off")
+            position += _LENGTH.size + _LENGTH.unpack_from(data, position)[0]
+            if position > len(data):
+                self.skip(position - len(data))
+                data, position = b"", 0
+        self.file.seek(position - len(data), os.SEEK_CUR)
 
     def skip(self, length: int) -> None:
         if self.file.tell() + length > self.size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import Final
 
 from flare.errors import RankError, RemoteProtocolError, UnreachableError
 from flare.printable import printable
@@ -77,11 +78,17 @@ async def join(
     return link, Reader(message, "The welcome of rank zero")
 
 
+FIRST_PAUSE: Final = 0.02
+"""Seconds to the second try: rank zero, started first, often needs a moment longer for its HTTP front."""
+LAST_PAUSE: Final = 0.5
+"""Seconds between two tries of a long wait."""
+
+
 async def _connect(host: str, port: int, seconds: float, remark: Callable[[str], None]) -> socket.socket:
     """Connect, and try again while nobody listens: the ranks of a launch start in any order."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + seconds
-    told = False
+    told, pause = False, FIRST_PAUSE
     while True:
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -104,7 +111,8 @@ async def _connect(host: str, port: int, seconds: float, remark: Callable[[str],
             if not told:
                 told = True
                 remark(f"rank zero does not listen at {show((host, port))} yet ({_why(problem)}); waiting")
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
         except BaseException:
             connection.close()
             raise

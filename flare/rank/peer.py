@@ -261,7 +261,7 @@ class PeerRank:
                 try:
                     await asyncio.wait_for(loop.sock_connect(probe, ("127.0.0.1", port)), 2.0)
                 except (OSError, TimeoutError):
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.01)
                 else:
                     return
         raise EngineError(f"{engine.name} did not listen within {ENGINE_START_LIMIT:.0f} s.")

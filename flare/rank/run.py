@@ -6,13 +6,16 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flare.errors import FlareError, UnsupportedError
 from flare.files import describe_os_error
 from flare.rank.launch import RunRequest, StopSignals
 from flare.rank.lifecycle import Lifecycle
-from flare.rank.peer import PeerRank
-from flare.rank.zero import ZeroRank
+
+if TYPE_CHECKING:
+    from flare.rank.peer import PeerRank
+    from flare.rank.zero import ZeroRank
 
 
 def serve(request: RunRequest, say: Callable[[str], None], status: int | None) -> int:
@@ -37,14 +40,25 @@ def serve(request: RunRequest, say: Callable[[str], None], status: int | None) -
     return asyncio.run(_serve(request, Lifecycle(say, status)))
 
 
+def _rank(request: RunRequest, lifecycle: Lifecycle, signals: StopSignals) -> ZeroRank | PeerRank:
+    """Import the one kind that is wanted: a peer has no HTTP front to load."""
+    if request.rank == 0:
+        # aiohttp reads the system's certificates when it is imported, 40 ms of a launch; the front and the
+        # engine speak plain HTTP, and the engine's environment is an allow-list without this variable.
+        os.environ.setdefault("SSL_CERT_FILE", os.devnull)
+        from flare.rank.zero import ZeroRank
+
+        return ZeroRank(request, lifecycle, signals)
+    from flare.rank.peer import PeerRank
+
+    return PeerRank(request, lifecycle, signals)
+
+
 async def _serve(request: RunRequest, lifecycle: Lifecycle) -> int:
     signals = StopSignals()
     signals.install()
-    rank: ZeroRank | PeerRank = (
-        ZeroRank(request, lifecycle, signals) if request.rank == 0 else PeerRank(request, lifecycle, signals)
-    )
     try:
-        return await rank.run()
+        return await _rank(request, lifecycle, signals).run()
     except FlareError as problem:
         # Its last line said why; saying it once more would be the only thing that a second line adds.
         return problem.exit_code

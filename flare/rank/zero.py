@@ -40,7 +40,7 @@ from flare.system import free_port
 
 LOADING_LIMIT: Final = 3600.0
 """Seconds for the engine to become ready: 200 GB from a slow disk take half of that."""
-HEALTH_INTERVAL: Final = 0.1
+HEALTH_INTERVAL: Final = 0.02
 QUIET_LIMIT: Final = 2.0
 """Seconds for the engine to finish what the front no longer sees, before SIGTERM."""
 

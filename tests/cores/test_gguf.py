@@ -167,3 +167,18 @@ def test_parse_it_or_core_error(data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(content)))
     with contextlib.suppress(CoreError):
         read(bytes(content[:cut]))
+
+
+@pytest.mark.parametrize("chunk", [8, 9, 16, 64 * 1024])
+def test_strings_are_skipped_wherever_a_chunk_ends(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_module, "CHUNK", chunk)
+    strings = [text("x" * length) for length in (0, 1, 7, 8, 9, 40, 0)]
+    vocabulary = struct.pack("<IQ", 8, len(strings)) + b"".join(strings)
+    content = head([key("tokens", 9, vocabulary), key("after", 4, struct.pack("<I", 7))], [tensor("t")])
+    found = read(content + b"\0" * 64)
+    assert found.metadata == {"after": 7}
+    assert [each.name for each in found.tensors] == ["t"]
+    end = content.index(b"after") - 8
+    for cut in range(content.index(text("tokens")) + 30, end):
+        with pytest.raises(CoreError, match="cut off"):
+            read(content[:cut])
