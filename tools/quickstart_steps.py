@@ -165,7 +165,7 @@ def start_agent(node: Node) -> None:
         found = pattern.search(log.read_text(errors="replace"))
         if found and not found.group(1).endswith(":0"):
             node.address = found.group(1)
-            (node.home / "agent.pid").write_text(str(node.process.pid))
+            (node.home / "agent.pid").write_text(f"{node.process.pid}\n")
             return
         if node.process.poll() is not None:
             break
