@@ -148,7 +148,8 @@ class Arrivals:
             if publisher is None or await signed_by(place, size, publisher):
                 return None
             replacing = publisher
-            self._check_idle(place)
+            assert place.entry is not None, "only cores have publishers"
+            self._cache.check_idle(place.entry, self._pins_of(place))
         elif self._cache.size_of(place) is not None:
             raise ConflictError(
                 f"The cache holds a file named {place.path} with another size. Remove that core there first."
@@ -219,13 +220,11 @@ class Arrivals:
                 f"{place.path} in this node's cache belongs to another core: its index differs. Remove that "
                 "core there first."
             )
-        self._check_idle(place)
-        self._cache.replace(file.path, place)
+        await self._cache.replace(file.path, place, own_pins=self._pins_of(place))
 
-    def _check_idle(self, place: Place) -> None:
-        assert place.entry is not None, "only cores have publishers"
-        own = sum(len(file.active) for each, file in self._files.items() if each.entry == place.entry)
-        self._cache.check_idle(place.entry, own)
+    def _pins_of(self, place: Place) -> int:
+        """Return how many of a core directory's pins are streams' of ours."""
+        return sum(len(file.active) for each, file in self._files.items() if each.entry == place.entry)
 
     async def _check_name(self, place: Place, file: _File) -> None:
         found = (await self._digest(file.descriptor, place.path, file.size)).hex()

@@ -6,13 +6,15 @@ process, so its state is looked at before every decision.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from flare.errors import ConfigError, FlareError, ForbiddenError, NotFoundError
-from flare.files import ensure_private_folder, read_private, write_atomic
+from flare.agent.transfers.waiting import in_thread
+from flare.errors import ConfigError, ConflictError, FlareError, ForbiddenError, NotFoundError
+from flare.files import ensure_private_folder, locked, read_private, write_atomic
 from flare.trust.controllers import ControllerSet
 from flare.trust.signed import SignedRecord
 
@@ -34,6 +36,9 @@ class Authority:
         path: controllers.toml.
         on_change: called after every change.
 
+    Attributes:
+        changing: held by whoever decides about a change, from the look at the set until `adopt` is done.
+
     Raises:
         ConfigError: the file is there and damaged.
     """
@@ -41,6 +46,8 @@ class Authority:
     def __init__(self, path: Path, on_change: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self.on_change = on_change
+        self.changing = asyncio.Lock()
+        self._writing = False
         self._set: ControllerSet | None = None
         self._stamp: Stamp | None = None
         self._stamp = self._look()
@@ -69,6 +76,8 @@ class Authority:
 
         A file that became unreadable authorizes nobody: the safe side of a damaged disk.
         """
+        if self._writing:
+            return  # `adopt` tells of it, once it is on the disk
         stamp = self._look()
         if stamp == self._stamp:
             return
@@ -84,33 +93,52 @@ class Authority:
         self._set = found
         self.on_change()
 
-    def adopt(self, controllers: ControllerSet) -> None:
+    async def adopt(self, controllers: ControllerSet) -> None:
         """Obey this set from now on; it is on disk before anybody is told.
 
+        A caller that is cancelled waits for the writing, and the next look at the file takes the set in.
+
+        Args:
+            controllers: follows from the set that was looked at after `changing` was taken.
+
         Raises:
+            ConflictError: the file was changed since then, as `flare agent reset` does; nothing changed here.
             StorageError: it could not be written; nothing changed.
         """
-        ensure_private_folder(self._path.parent)
-        write_atomic(self._path, controllers_text(controllers).encode())
+        assert self.changing.locked(), "of two changes at once one would be lost"
+        self._writing = True
+        try:
+            self._stamp = await in_thread(self._write, controllers, self._stamp)
+        finally:
+            self._writing = False
         self._set = controllers
-        self._stamp = self._look()
         self.on_change()
 
-    def apply(self, records: tuple[SignedRecord, ...]) -> int:
+    def _write(self, controllers: ControllerSet, before: Stamp | None) -> Stamp | None:
+        """Write the file, if it is as it was; return what it is then. Waits for the disk."""
+        ensure_private_folder(self._path.parent)
+        with locked(self._path):
+            if self._look() != before:
+                raise ConflictError("The node's controllers were changed at the same moment. Try again.")
+            write_atomic(self._path, controllers_text(controllers).encode())
+            return self._look()
+
+    async def apply(self, records: tuple[SignedRecord, ...]) -> int:
         """Apply newer revisions, each signed by a key of the one before; return the revision then.
 
         Raises:
             ForbiddenError: the node is unpaired, or a signer was not in the set.
             ConflictError: another record of a known revision.
         """
-        controllers = self.controllers
-        if controllers is None:
-            raise ForbiddenError("This node obeys no controller. Pair it first.")
-        newer = controllers.apply(records)
-        if newer.revision != controllers.revision:
-            logger.info("controller set: revision %d to %d", controllers.revision, newer.revision)
-            self.adopt(newer)
-        return newer.revision
+        async with self.changing:
+            controllers = self.controllers
+            if controllers is None:
+                raise ForbiddenError("This node obeys no controller. Pair it first.")
+            newer = controllers.apply(records)
+            if newer.revision != controllers.revision:
+                logger.info("controller set: revision %d to %d", controllers.revision, newer.revision)
+                await self.adopt(newer)
+            return newer.revision
 
     def _look(self) -> Stamp | None:
         try:
@@ -118,6 +146,20 @@ class Authority:
         except OSError:
             return None
         return information.st_ino, information.st_size, information.st_mtime_ns
+
+
+def remove_controllers(path: Path) -> bool:
+    """Remove controllers.toml, so that the node is unpaired; return whether there was one.
+
+    Raises:
+        BusyError: an agent writes it and does not finish.
+    """
+    if not path.exists():
+        return False
+    # An agent that is writing the next revision would bring the file back.
+    with locked(path):
+        path.unlink(missing_ok=True)
+    return True
 
 
 def controllers_text(controllers: ControllerSet) -> str:

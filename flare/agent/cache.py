@@ -38,6 +38,7 @@ from flare.agent.folders import (
     parent_of,
     stat_below,
 )
+from flare.agent.transfers.waiting import in_thread
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
     BusyError,
@@ -397,16 +398,24 @@ class Cache:
                 "a transfer uses it. Stop that, then try again."
             )
 
-    def replace(self, arrived: Path, place: Place) -> None:
+    async def replace(self, arrived: Path, place: Place, *, own_pins: int | None = None) -> None:
         """Put a received file in the place of a published one.
 
         That one has fewer ranges of the same bytes, or is the primary of another publisher of the same index.
         Whoever reads the old one keeps it.
 
+        Args:
+            own_pins: refuse it while the entry has more pins than these; None where the bytes that are there
+                stay the same.
+
         Raises:
-            BusyError: a rank serves from that core directory.
+            BusyError: a rank serves from that core directory, or somebody else uses it.
             StorageError: it cannot be renamed.
         """
+        # Looking and renaming happen without an await, so that no pin can come in between.
+        if own_pins is not None:
+            assert place.entry is not None, "only cores have publishers"
+            self.check_idle(place.entry, own_pins)
         if is_locked(place.folder):
             raise BusyError(f"A rank serves from {place.folder.name}. Stop it, then try again.")
         self.begin_writing(place)
@@ -414,7 +423,7 @@ class Cache:
             arrived.chmod(place.mode)
             with parent_of(place.folder, place.path) as (descriptor, name):
                 os.replace(arrived, name, dst_dir_fd=descriptor)
-                os.fsync(descriptor)
+                await in_thread(os.fsync, descriptor)
         except OSError as problem:
             raise describe_os_error(problem, "Cannot publish") from None
 

@@ -54,7 +54,7 @@ Handler = Callable[[Node, Session, "Message"], Awaitable[None]]
 async def pair(node: Node, session: Session, request: Pair) -> None:
     """Make the session's key this node's first controller."""
     try:
-        proof = node.pairing.decide(
+        proof = await node.pairing.decide(
             request, session_key=session.peer_key, handshake_hash=session.handshake_hash
         )
     except WrongProofError as refusal:
@@ -70,7 +70,7 @@ async def pair(node: Node, session: Session, request: Pair) -> None:
 
 async def controllers(node: Node, session: Session, request: Controllers) -> None:
     """Apply newer revisions of the controller set."""
-    await session.send(ControllersReply(revision=node.authority.apply(request.records)))
+    await session.send(ControllersReply(revision=await node.authority.apply(request.records)))
 
 
 HANDLERS: dict[type[Message], Callable[..., Awaitable[None]]] = {

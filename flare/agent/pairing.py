@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.authority import Authority
+from flare.agent.transfers.waiting import in_thread
 from flare.errors import FlareError, NotFoundError, PairingError
 from flare.files import ensure_private_folder, read_private, write_atomic
 from flare.identity import fingerprint
@@ -73,8 +74,8 @@ class Pairing:
         self._wall_clock = wall_clock
         self._recent: _Recent | None = None
 
-    def decide(self, request: Pair, *, session_key: bytes, handshake_hash: bytes) -> bytes | None:
-        """Make the session's key a controller, if it may become one.
+    async def decide(self, request: Pair, *, session_key: bytes, handshake_hash: bytes) -> bytes | None:
+        """Make the session's key a controller, if it may become one. Of several at once one comes first.
 
         Args:
             request: the PAIR frame.
@@ -88,16 +89,19 @@ class Pairing:
             PairingError: refused; the message says nothing.
             WrongProofError: refused, after a guess.
         """
+        async with self._authority.changing:
+            return await self._decide(request, session_key, handshake_hash)
+
+    async def _decide(self, request: Pair, session_key: bytes, handshake_hash: bytes) -> bytes | None:
         who = f"{printable(request.name)} ({fingerprint(session_key)[:16]})"
         code = self._usable_code(session_key)
         if code is not None and request.proof is not None:
             if not proof_matches(request.proof, controller_proof(code.key, handshake_hash)):
                 self._refuse(who, "its proof of the code is wrong")
                 raise WrongProofError(REFUSED)
-            self._adopt(request, session_key, who)
-            write_atomic(
-                self._paths.join_code_file, code.used(session_key, self._wall_clock()).to_text().encode()
-            )
+            await self._adopt(request, session_key, who)
+            used = code.used(session_key, self._wall_clock()).to_text().encode()
+            await in_thread(write_atomic, self._paths.join_code_file, used)
             return node_proof(code.key, handshake_hash)
         if self._authority.controllers is not None and not self._just_accepted(session_key):
             raise self._refuse(who, "this node is paired; `flare agent reset` makes it unpaired")
@@ -107,7 +111,7 @@ class Pairing:
             if not accepts_first(self._paths.accept_first_file, self._wall_clock()):
                 missing = "this node has no code; run `flare agent join-code`"
                 raise self._refuse(who, missing if code is None else "it sent no code")
-            self._adopt(request, session_key, who)
+            await self._adopt(request, session_key, who)
             self._recent = _Recent(session_key, self._clock())
         return None
 
@@ -129,7 +133,7 @@ class Pairing:
             and self._authority.is_controller(key)
         )
 
-    def _adopt(self, request: Pair, key: bytes, who: str) -> None:
+    async def _adopt(self, request: Pair, key: bytes, who: str) -> None:
         """Obey the controller set that PAIR carries; once more is nothing new."""
         if self._authority.is_controller(key):
             return
@@ -142,7 +146,7 @@ class Pairing:
         if not controllers.contains(key):
             raise self._refuse(who, "its controller set does not list the key that it connected with")
         # The set first: a crash in between leaves a code that a paired node no longer looks at.
-        self._authority.adopt(controllers)
+        await self._authority.adopt(controllers)
         self._paths.accept_first_file.unlink(missing_ok=True)
         logger.info("paired with the controller %s", who)
 

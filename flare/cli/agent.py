@@ -148,13 +148,13 @@ def reset() -> None:
 
     The node key, cached files and running groups stay.
     """
+    from flare.agent.authority import remove_controllers
     from flare.agent.pairing import remove_invitations
     from flare.cli.output import say
     from flare.paths import Paths
 
     paths = Paths.from_environment()
-    was_paired = paths.controllers_file.exists()
-    paths.controllers_file.unlink(missing_ok=True)
+    was_paired = remove_controllers(paths.controllers_file)
     remove_invitations(paths)
     if was_paired:
         say("The authorized controllers were removed: this node is unpaired. Running groups go on.")

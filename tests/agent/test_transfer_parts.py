@@ -152,9 +152,9 @@ def test_a_file_that_a_rank_reads_is_not_replaced(tmp_path: Path) -> None:
         if content == b"short":
             cache.publish(arrived, place)
     with shared_lock(place.folder), pytest.raises(BusyError, match="A rank serves from"):
-        cache.replace(arrived, place)
+        asyncio.run(cache.replace(arrived, place))
     reader = cache.open(place)
-    cache.replace(arrived, place)
+    asyncio.run(cache.replace(arrived, place))
     assert (place.folder / place.path).read_bytes() == b"other"
     assert os.read(reader, 10) == b"short"
     os.close(reader)

@@ -357,7 +357,7 @@ class Intake:
             await self._receiver.receive(file, partial, rest)
             stamp = await self._settle(file, partial)
             self._fetched = True
-            await in_thread(self._publish, file, partial, tops_up)
+            await self._publish(file, partial, tops_up)
         except BaseException as problem:
             await in_thread(partial.close, keep=_may_keep(problem))
             raise
@@ -407,16 +407,14 @@ class Intake:
             raise worker_failure(problem) from None
         return FileStamp.of(os.fstat(partial.descriptor))
 
-    def _publish(self, file: WantedFile, partial: Partial, tops_up: bool) -> None:
+    async def _publish(self, file: WantedFile, partial: Partial, tops_up: bool) -> None:
         place = self._place(file.path)
         exchanges = self._exchanging and file.path == self._order.package.files[0]
-        if exchanges:
-            self._cache.check_idle(self._order.entry, own_pins=1)
         if tops_up or exchanges:
-            self._cache.replace(partial.location, place)
+            await self._cache.replace(partial.location, place, own_pins=1 if exchanges else None)
         else:
             self._cache.begin_writing(place)
-            self._cache.publish(partial.location, place)
+            await in_thread(self._cache.publish, partial.location, place)
         there = (self._folder / file.path).stat()
         if there.st_ino != os.fstat(partial.descriptor).st_ino:
             raise ConflictError(f"Somebody else sent {file.path} at the same time. Push it again.")
