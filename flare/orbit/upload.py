@@ -44,6 +44,11 @@ class Upload:
     size: int
     publisher: str | None = None
 
+    @property
+    def is_primary(self) -> bool:
+        """Whether it is a core's primary: nothing else is signed."""
+        return self.publisher is not None
+
 
 def core_uploads(core: Core) -> list[Upload]:
     """Return every file of a core on this host."""
@@ -69,7 +74,9 @@ async def missing_files(client: Client, files: Sequence[Upload], node: NodeEntry
 async def upload_files(
     client: Client, node: NodeEntry, files: Sequence[Upload], spawner: SpawnerHandle, *, streams: int
 ) -> None:
-    """Send files to a node's cache.
+    """Send files to a node's cache, a core's primary when all its companions are there.
+
+    An upload that is killed then leaves no primary whose files are missing, as with a transfer between nodes.
 
     Args:
         files: what to send.
@@ -86,11 +93,13 @@ async def upload_files(
     try:
         with client.controller.reporter.progress() as add:
             bar = add(f"upload to {node.name}", total)
-            async with asyncio.TaskGroup() as group:
-                for file in files:
-                    for number, share in enumerate(shares_of(file.size, streams)):
-                        sender = _Sender(client, node, pool, gate, bar, file, share, number)
-                        group.create_task(sender.run())
+            for primaries in (False, True):
+                async with asyncio.TaskGroup() as group:
+                    for file in files:
+                        if file.is_primary == primaries:
+                            for number, share in enumerate(shares_of(file.size, streams)):
+                                sender = _Sender(client, node, pool, gate, bar, file, share, number)
+                                group.create_task(sender.run())
     except* FlareError as problems:
         raise _first(problems) from None
     finally:

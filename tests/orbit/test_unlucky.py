@@ -384,3 +384,35 @@ def test_an_upload_that_fails_says_which_file_and_where(tmp_path: Path) -> None:
         run(scenario())
     finally:
         spawner.close()
+
+
+def test_a_primary_is_sent_when_its_companions_are_there(tmp_path: Path) -> None:
+    core = resolve_local(LocalReference(str(core_of(tmp_path))))
+    spawner = start()
+    events: list[str] = []
+
+    async def take(session: Session, request: Message) -> None:
+        assert isinstance(request, Put)
+        name = request.name.partition("/")[2]
+        events.append(f"asked for {name}")
+        await asyncio.sleep(0.2)
+        events.append(f"has {name}")
+        await session.send(PutReply(already=True))
+
+    async def scenario() -> None:
+        async with fake_node({Have: say(HaveReply(False)), Put: take}) as node:
+            client, _ = client_of(tmp_path, [node])
+            missing = await missing_files(client, core_uploads(core), node)
+            await upload_files(client, node, missing, spawner, streams=8)
+
+    try:
+        run(scenario())
+    finally:
+        spawner.close()
+    companion = core.files[1][0]
+    assert events == [
+        f"asked for {companion}",
+        f"has {companion}",
+        f"asked for {core.primary_name}",
+        f"has {core.primary_name}",
+    ]
