@@ -13,6 +13,7 @@ from pathlib import Path
 from flare.agent.cache import Entry
 from flare.agent.connected import while_connected
 from flare.agent.damaged import drop_damaged
+from flare.agent.device_memory import DeviceMemory
 from flare.agent.file_requests import open_source
 from flare.agent.gpus import visible_devices
 from flare.agent.inventory import Signed, signed_at
@@ -59,9 +60,10 @@ async def run(node: Node, session: Session, request: messages.Run) -> None:
     )
     with contextlib.ExitStack() as pins:
         spec = await _specify(node, request, checked, pins)
-        known = [reading.uuid for reading in await node.sampler.fresh_readings()]
+        readings = await node.sampler.fresh_readings()
         # One step without an await: of two controllers that ask at the same moment exactly one wins.
-        rank = node.ranks.reserve(spec, known)
+        rank = node.ranks.reserve(spec, [reading.uuid for reading in readings])
+        rank.before_end = DeviceMemory(node.sampler, spec.gpus, readings).wait_until_back
         rank.on_gone.append(pins.pop_all().close)
         rank.on_gone.append(lambda: drop_damaged(node, rank))
     node.remember_grant(checked.grant, request.grant.signer)

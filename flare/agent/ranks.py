@@ -139,7 +139,7 @@ class Ranks:
         return tuple(self._runs.values())
 
     def running(self) -> tuple[Run, ...]:
-        """Return the runs of which a process may be left."""
+        """Return the runs that hold devices: a process may be left, or memory is not back yet."""
         return tuple(run for run in self._runs.values() if run.running)
 
     def find(self, selector: str | None, *, running_only: bool) -> Run:
@@ -215,7 +215,7 @@ class Ranks:
     # -- ending ----------------------------------------------------------------------------------
 
     async def stop(self, run: Run, *, now: bool) -> None:
-        """Ask a run to end and wait until nothing of it is left."""
+        """Ask a run to end and wait until nothing of it is left, on its devices neither."""
         if run.running:
             if now:
                 await run.hurry()
@@ -257,6 +257,8 @@ class Ranks:
         self._closing = True
         runs = self.running()
         for run in runs:
+            # Nobody will be given the devices any more, and the unit's TimeoutStopSec has no room for it.
+            run.end_without_waiting()
             run.terminate()
         if runs:
             with contextlib.suppress(TimeoutError):
@@ -275,13 +277,13 @@ def _report(run: Run) -> GroupReport:
         rank=run.spec.rank,
         ranks=run.spec.ranks,
         gpus=run.spec.gpus,
-        pid=run.pid if run.running else None,
+        pid=run.pid if run.alive else None,
         state=run.state,
         phase=run.phase,
         status=run.status,
         signal=run.signal,
         uptime=run.uptime,
-        url=run.url if run.running else None,  # nobody answers there any more
+        url=run.url if run.alive else None,  # nobody answers there any more
         reason=run.reason,
     )
 

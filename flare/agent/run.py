@@ -1,6 +1,7 @@
 """One rank under its keeper: from the fork to the moment when nothing of it is left.
 
-States: `running` until the whole tree of processes is gone, then `exited` (status 0) or `failed`.
+States: `running` until the whole tree of processes is gone and its devices are as before, then `exited`
+(status 0) or `failed`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from flare import keeper, strict_json
 from flare.agent.output import STREAM_NAMES, Line, LineSplitter, RankOutput
@@ -83,6 +85,10 @@ class Run:
     Args:
         spec: what it is.
         clock: monotonic seconds.
+
+    Attributes:
+        before_end: what its end waits for when no process is left; bounded, and returns what people should
+            know of it. It may be set until then.
     """
 
     def __init__(self, spec: RankSpec, clock: Callable[[], float]) -> None:
@@ -97,6 +103,7 @@ class Run:
         self.signal: int | None = None
         self.started = clock()
         self.ended: float | None = None
+        self.before_end: Callable[[], Coroutine[Any, Any, str | None]] | None = None
         self.gone = asyncio.Event()
         self.on_gone: list[Callable[[], None]] = []
         self._clock = clock
@@ -107,14 +114,21 @@ class Run:
         self._status_text = b""
         self._begun: asyncio.Future[int] | None = None
         self._told_gone = False
+        self._tree_ended = False
         self._terminated_at: float | None = None
         self._terminate_sent = False
         self._task: asyncio.Task[None] | None = None
+        self._waiting: asyncio.Task[str | None] | None = None
 
     @property
     def running(self) -> bool:
-        """Whether any process of it may be left."""
+        """Whether it holds its devices: while it is alive, and until `before_end` is done."""
         return self.ended is None
+
+    @property
+    def alive(self) -> bool:
+        """Whether any process of it may be left."""
+        return self.running and not self._tree_ended
 
     @property
     def state(self) -> str:
@@ -314,6 +328,9 @@ class Run:
             await self._bury()
         except Exception:
             logger.exception("what the rank %s left could not be looked at", self.spec.launch)
+        self._tree_ended = True
+        with _logged("a rank's devices could not be waited for"):
+            await self._wait_before_end()
         self._finish()
 
     async def _bury(self) -> None:
@@ -331,6 +348,24 @@ class Run:
             if self.signal is None and self.status is None:
                 self.signal = signal.SIGKILL
             await sweep(self.spec.launch, self.pid)
+
+    async def _wait_before_end(self) -> None:
+        if self.before_end is None:
+            return
+        self._waiting = asyncio.create_task(self.before_end())
+        await asyncio.wait((self._waiting,))
+        remark = None if self._waiting.cancelled() else self._waiting.result()
+        if remark is None:
+            return
+        logger.warning("the group %s (%s) has ended: %s", self.spec.name, self.spec.launch, remark)
+        self.output.append(Line(f"flare: {remark}", "stderr"))
+        self.reason = (f"{self.reason}; {remark}" if self.reason else remark)[:MAX_REASON]
+
+    def end_without_waiting(self) -> None:
+        """Let it end as soon as no process of it is left."""
+        self.before_end = None
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     def _finish(self) -> None:
         self.ended = self._clock()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -68,8 +69,8 @@ class Sampler:
         self._each_second = each_second
         self._clock = clock
         self._readings: tuple[Reading, ...] = ()
-        self._read_at = -FRESH
-        self._reading = asyncio.Lock()
+        self._read_from = -math.inf  # when the last reading began
+        self._reading: asyncio.Task[None] | None = None
         self._documents: dict[str, Document] = {}
 
     @property
@@ -82,13 +83,23 @@ class Sampler:
         found = self._documents.get(launch)
         return None if found is None else (found.values, self._clock() - found.read_at)
 
-    async def fresh_readings(self) -> tuple[Reading, ...]:
-        """Return readings that are at most half a second old."""
-        async with self._reading:
-            if self._clock() - self._read_at >= FRESH:
-                self._readings = tuple(await asyncio.to_thread(self._devices.read))
-                self._read_at = self._clock()
+    async def fresh_readings(self, max_age: float = FRESH) -> tuple[Reading, ...]:
+        """Return readings that began at most `max_age` seconds before this call; with 0, new ones."""
+        wanted = self._clock() - max_age
+        while self._read_from < wanted:
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read())
+            # Whoever gives up leaves the others their reading, and a driver that hangs holds one thread only.
+            await asyncio.shield(self._reading)
         return self._readings
+
+    async def _read(self) -> None:
+        try:
+            began = self._clock()
+            self._readings = tuple(await asyncio.to_thread(self._devices.read))
+            self._read_from = began
+        finally:
+            self._reading = None
 
     async def run(self) -> None:
         """Sample for ever, until cancelled."""
@@ -105,7 +116,8 @@ class Sampler:
         """Take one sample of everything."""
         self._each_second()
         await self.fresh_readings()
-        serving = {run.spec.launch: run.url for run in self._ranks.running() if run.url is not None}
+        running = (run for run in self._ranks.running() if run.alive)
+        serving = {run.spec.launch: run.url for run in running if run.url is not None}
         documents = await asyncio.gather(*(fetch_document(url) for url in serving.values()))
         for launch, values in zip(serving, documents, strict=True):
             if values is not None:

@@ -280,6 +280,40 @@ def test_a_callback_that_fails_keeps_neither_the_others_nor_the_devices(
     assert "what is due after a rank's end failed" in caplog.text
 
 
+def test_a_wait_that_fails_does_not_hold_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> str | None:
+        raise ValueError("broken")
+
+    async def scenario(run: Run) -> None:
+        run.before_end = fail
+        await run.start()
+        await run.gone.wait()
+
+    run = drive(scenario, "exit:0")
+    assert (run.state, run.reason) == ("exited", None)
+    assert "a rank's devices could not be waited for" in caplog.text
+
+
+def test_a_run_without_processes_that_waits_runs_until_it_is_told_not_to_wait() -> None:
+    async def scenario(run: Run) -> None:
+        waiting = asyncio.Event()
+
+        async def wait() -> str | None:
+            waiting.set()
+            await asyncio.sleep(60)
+            return "never"
+
+        run.before_end = wait
+        await run.start()
+        await waiting.wait()
+        assert (run.running, run.alive, run.state) == (True, False, "running")
+        run.end_without_waiting()
+        await run.gone.wait()
+        assert (run.running, run.alive) == (False, False)
+
+    assert drive(scenario, "exit:0").reason is None
+
+
 def test_a_rank_ends_without_a_descriptor_that_watches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(_: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")

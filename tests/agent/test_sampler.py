@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -191,5 +192,48 @@ def test_a_reading_is_shared_for_half_a_second() -> None:
         sampler = Sampler(devices, Ranks())
         await asyncio.gather(*(sampler.fresh_readings() for _ in range(10)))
         assert devices.reads == 1
+
+    drive(scenario())
+
+
+class HeldDevices:
+    """Devices whose driver answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.began = 0
+        self.answer = threading.Event()
+
+    def read(self) -> list[Reading]:
+        self.began += 1
+        assert self.answer.wait(30)
+        return [Reading(0, f"CPU-{self.began}", "cpu", "cpu", 100, 50)]
+
+
+def test_whoever_gives_up_leaves_the_reading_to_others() -> None:
+    async def scenario() -> None:
+        devices = HeldDevices()
+        sampler = Sampler(devices, Ranks())
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(sampler.fresh_readings(), 0.05)
+        waiting = asyncio.create_task(sampler.fresh_readings())
+        devices.answer.set()
+        assert [reading.uuid for reading in await waiting] == ["CPU-1"]
+        assert devices.began == 1
+
+    drive(scenario())
+
+
+def test_a_new_reading_is_one_that_began_after_it_was_asked_for() -> None:
+    async def scenario() -> None:
+        devices = HeldDevices()
+        sampler = Sampler(devices, Ranks())
+        first = asyncio.create_task(sampler.fresh_readings())
+        await until(lambda: devices.began == 1)
+        second = asyncio.create_task(sampler.fresh_readings(0.0))
+        await asyncio.sleep(0)
+        devices.answer.set()
+        assert [reading.uuid for reading in await first] == ["CPU-1"]
+        assert [reading.uuid for reading in await second] == ["CPU-2"]
 
     drive(scenario())

@@ -9,10 +9,16 @@
  *   NVML_STUB_FAULTS    a file, read at every call; each line "INDEX CODE" makes that GPU return CODE from
  *                       everything; INDEX -1 makes nvmlInitWithFlags return CODE; INDEX -2 makes
  *                       nvmlDeviceGetCount count CODE GPUs, the last ones that there are
+ *   NVML_STUB_MEMORY    a file, read at every call; each line "INDEX MIB" makes that GPU use so many MiB.
+ *                       Replace it by renaming: a file that is half written says half of it
+ *   NVML_STUB_SILENT    a file; while it is there, no call for a GPU's memory returns
  */
+#define _POSIX_C_SOURCE 200809L
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
 
@@ -35,18 +41,29 @@ static int number_from(const char *name, int otherwise, int base)
     return text && *text ? (int)strtol(text, NULL, base) : otherwise;
 }
 
-static int fault(int wanted, int otherwise)
+/* The number that a file of "INDEX NUMBER" lines has for an index; the file's path is in an environment variable. */
+static int said_of(const char *name, int wanted, int otherwise)
 {
-    const char *path = getenv("NVML_STUB_FAULTS");
+    const char *path = getenv(name);
     FILE *file = path ? fopen(path, "r") : NULL;
-    int index, code, found = otherwise;
+    int index, number, found = otherwise;
     if (!file)
         return otherwise;
-    while (fscanf(file, "%d %d", &index, &code) == 2)
+    while (fscanf(file, "%d %d", &index, &number) == 2)
         if (index == wanted)
-            found = code;
+            found = number;
     fclose(file);
     return found;
+}
+
+static int fault(int wanted, int otherwise) { return said_of("NVML_STUB_FAULTS", wanted, otherwise); }
+
+static void be_silent(void)
+{
+    const char *path = getenv("NVML_STUB_SILENT");
+    const struct timespec moment = {0, 20000000};
+    while (path && access(path, F_OK) == 0)
+        nanosleep(&moment, NULL);
 }
 
 static int is_model(const char *name)
@@ -162,12 +179,13 @@ int nvmlDeviceGetCudaComputeCapability(const struct device *device, int *major, 
 int nvmlDeviceGetMemoryInfo(const struct device *device, struct memory *memory)
 {
     int code = refused(device);
+    be_silent();
     if (code)
         return code;
     if (is_model("gb10"))
         return NOT_SUPPORTED;
     memory->total = 96ull << 30;
-    memory->used = (unsigned long long)(device->number + 1) << 30;
+    memory->used = (unsigned long long)said_of("NVML_STUB_MEMORY", device->number, (device->number + 1) << 10) << 20;
     memory->free = memory->total - memory->used;
     return SUCCESS;
 }
