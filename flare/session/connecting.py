@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import secrets
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,7 +25,7 @@ from flare.errors import (
 from flare.identity import Identity, fingerprint
 from flare.printable import printable
 from flare.session.addresses import format_address, prepare_socket
-from flare.session.connection import Session, SessionClosedError, wait_readable
+from flare.session.connection import Session, SessionBrokenError, SessionClosedError, wait_readable
 from flare.settings import DEFAULT_PORT
 from flare.wire.handshake import (
     Initiator,
@@ -37,11 +38,19 @@ from flare.wire.messages import Hello
 
 CONNECT_TIMEOUT = 10.0  # seconds for the connection, and again for handshake and HELLO
 HANDSHAKES_PER_ADDRESS = 4  # at once: a responder lets one address have 16, and others may share ours
+# Seconds between tries after an agent hung up before the session began, on average. It does so to the oldest
+# handshake of an address when more than 16 come at once, from many commands for instance; each takes it
+# milliseconds. They must not come back together: each waits for half to one and a half times as long.
+RETRY_PAUSES = (0.1, 0.2, 0.4, 0.8)
 READ_SIZE = 4096  # a handshake has 114 to 146 bytes a message; more waits in the kernel
 
 _NO_ROUTE = frozenset(
     {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ETIMEDOUT, errno.EACCES}
 )
+
+
+class _HungUpError(UnreachableError):
+    """The peer closed the connection before the session began, and did not say why."""
 
 
 class _Slots:
@@ -70,6 +79,8 @@ async def connect(
 ) -> Session:
     """Open a session and exchange HELLOs.
 
+    A peer that hangs up without a word before the session began is asked again a few times, within `timeout`.
+
     Args:
         host: a name or an address.
         port: TCP port.
@@ -91,16 +102,31 @@ async def connect(
     where = format_address(host, port)
     name = printable(f"{peer_name} ({where})" if peer_name else where)
     candidates = await _resolve(host, port, name, timeout, local_address)
-    failures: list[OSError] = []
-    for family, address in candidates:
-        async with _slot(address):
-            try:
-                sock = await _open(family, address, local_address, timeout / len(candidates))
-            except OSError as problem:
-                failures.append(problem)
-                continue
-            return await _greeted(sock, identity, hello, expected_key, timeout, name, host, port)
-    raise _unreachable(failures, name, port, timeout, local_address)
+
+    async def once(timeout: float) -> Session:
+        failures: list[OSError] = []
+        for family, address in candidates:
+            async with _slot(address):
+                try:
+                    sock = await _open(family, address, local_address, timeout / len(candidates))
+                except OSError as problem:
+                    failures.append(problem)
+                    continue
+                return await _greeted(sock, identity, hello, expected_key, timeout, name, host, port)
+        raise _unreachable(failures, name, port, timeout, local_address)
+
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    left = timeout
+    for pause in RETRY_PAUSES:
+        try:
+            return await once(left)
+        except _HungUpError:
+            await asyncio.sleep(pause * (0.5 + secrets.randbelow(1000) / 1000))
+            left = deadline - loop.time()
+            if left <= 0:
+                raise
+    return await once(left)
 
 
 async def _resolve(
@@ -258,7 +284,7 @@ def _explain(problem: FlareError | OSError, name: str, port: int, expected_key: 
     if isinstance(problem, RemoteProtocolError):
         return RemoteProtocolError(f"{name}: {problem}")
     if isinstance(problem, OSError | SessionClosedError):
-        return UnreachableError(
+        return _HungUpError(
             f"{name} closed the connection during the handshake. Likely its agent is busy or too old, or no "
             f"flare agent owns port {port} there: check the address, try again in a moment, then update it "
             "with `flare agent install` on that host."
@@ -300,8 +326,8 @@ async def _exchange(session: Session, hello: Hello, timeout: float) -> None:
     try:
         await session.send(hello)
         answer = await session.receive(Hello, timeout=timeout)
-    except SessionClosedError:
-        raise UnreachableError(
+    except (SessionClosedError, SessionBrokenError):
+        raise _HungUpError(
             f"{session.peer_name} closed the connection right after the handshake. Likely its agent is busy "
             "with other strangers or restarting: try again in a moment."
         ) from None

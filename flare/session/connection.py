@@ -52,6 +52,10 @@ class SessionClosedError(UnreachableError):
     """The peer closed the connection between two frames, or this side ended the session."""
 
 
+class SessionBrokenError(UnreachableError):
+    """The connection broke: it was reset, or the peer closed it while something was sent."""
+
+
 async def wait_readable(sock: socket.socket, wake: set[asyncio.Future[None]]) -> None:
     """Wait until `sock` can be read or somebody resolves the future that `wake` holds meanwhile."""
     loop = asyncio.get_running_loop()
@@ -217,7 +221,8 @@ class Session:
                 elif event is None and not self._read_now(self._socket):
                     break
         sentence = f"{self.peer_name} closed the connection while {what} was sent ({problem.strerror})."
-        ended = self._end(f"{sentence} Try again; `flare orbit status` shows which nodes answer.")
+        hint = "Try again; `flare orbit status` shows which nodes answer."
+        ended = self._end(f"{sentence} {hint}", SessionBrokenError)
         return refusal or ended
 
     # Receiving
@@ -313,7 +318,8 @@ class Session:
             except OSError as problem:
                 raise self._end(
                     f"The connection to {self.peer_name} broke ({problem.strerror}). "
-                    "Check that the agent still runs there, then try again."
+                    "Check that the agent still runs there, then try again.",
+                    SessionBrokenError,
                 ) from None
             if not count:
                 try:

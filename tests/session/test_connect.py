@@ -232,11 +232,73 @@ def test_something_that_is_no_agent(answer: Answer) -> None:
 
 @pytest.mark.parametrize("answer", [_closing, _resetting])
 def test_closed_during_the_handshake(answer: Answer) -> None:
+    came = 0
+
+    async def counted(sock: socket.socket) -> None:
+        nonlocal came
+        came += 1
+        await answer(sock)
+
     failing(
-        answer,
+        counted,
         UnreachableError,
         "closed the connection during the handshake. Likely its agent is busy or too old, or no",
     )
+    assert came == 1 + len(connecting.RETRY_PAUSES)
+
+
+def test_no_more_tries_than_there_is_time_for() -> None:
+    came = 0
+
+    async def closing(sock: socket.socket) -> None:
+        nonlocal came
+        came += 1
+
+    failing(closing, UnreachableError, "closed the connection during the handshake", timeout=0.12)
+    assert 1 <= came <= 3
+
+
+@pytest.mark.parametrize("shaken", [False, True])
+def test_a_peer_that_hung_up_is_asked_again(shaken: bool) -> None:
+    async def main() -> None:
+        async def handler(session: Session) -> None:
+            await session.receive()
+
+        refusals = 2
+        async with asyncio.timeout(60), listening(handler) as (bob, _):
+
+            async def answer(sock: socket.socket) -> None:
+                nonlocal refusals
+                refusals -= 1
+                if refusals >= 0:
+                    await (responding(BOB, _gone)(sock) if shaken else _closing(sock))
+                else:
+                    bob.admit(sock.dup(), sock.getpeername())
+
+            async with answering(answer) as port:
+                session = await reach(port)
+                assert session.hello == BOBS_HELLO
+                await session.close()
+        assert refusals == -1
+
+    asyncio.run(main())
+
+
+async def _gone(session: Connection) -> None:
+    """Leave with the peer's HELLO unread: its connection is reset."""
+
+
+@pytest.mark.parametrize("code", ["version", "forbidden", "unreachable"])
+def test_a_refusal_that_says_why_is_an_answer(code: str) -> None:
+    came = 0
+
+    async def refuse(sock: socket.socket) -> None:
+        nonlocal came
+        came += 1
+        await saying(Error(code, "as the node says"))(sock)
+
+    failing(refuse, FlareError, "as the node says")
+    assert came == 1
 
 
 def test_silence_during_the_handshake() -> None:
@@ -293,13 +355,21 @@ async def _nothing(session: Connection) -> None:
 
 
 def test_a_key_that_changed() -> None:
+    came = 0
+
+    async def answer(sock: socket.socket) -> None:
+        nonlocal came
+        came += 1
+        await responding(EVE, _nothing)(sock)
+
     failing(
-        responding(EVE, _nothing),
+        answer,
         IdentityError,
         rf"The key of bob \(.*\) changed since pairing: {BOB.fingerprint} was recorded, "
         rf"{EVE.fingerprint} answers now.*flare orbit forget.*pair again",
         expected_key=BOB.public_key,
     )
+    assert came == 1  # nobody who may stand in for it is asked again
 
 
 def test_our_own_key() -> None:
@@ -373,7 +443,9 @@ def test_an_error_instead_of_a_hello(code: str, error: type[FlareError]) -> None
 # Limits
 
 
-def test_at_most_four_handshakes_at_once_to_one_address() -> None:
+def test_at_most_four_handshakes_at_once_to_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connecting, "RETRY_PAUSES", ())
+
     async def main() -> None:
         came: list[Any] = []
         go_on = asyncio.Event()

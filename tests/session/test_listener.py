@@ -21,6 +21,7 @@ from flare.session import (
     accept,
     admission,
     connect,
+    connecting,
     listener,
 )
 from flare.session.connecting import drive
@@ -111,6 +112,32 @@ def test_sessions_are_listed_and_ended() -> None:
             await until(lambda: bob.sessions == set())
 
     play(main())
+
+
+def test_many_commands_at_once_from_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a process of its own, so that nothing keeps them to four handshakes at once."""
+    monkeypatch.setattr(connecting, "HANDSHAKES_PER_ADDRESS", 1000)
+    dropped = 0
+    drop = Admission._drop
+
+    def count(self: Admission, place: admission.Place) -> None:
+        nonlocal dropped
+        dropped += 1
+        drop(self, place)
+
+    monkeypatch.setattr(Admission, "_drop", count)
+
+    async def ask(port: int) -> None:
+        alice = await connect("127.0.0.1", port, ALICE, hello=ALICES_HELLO)
+        assert await alice.request(Stat("/x")) == StatReply(1)
+        await alice.close()
+
+    async def main() -> None:
+        async with listening(echo) as (_, port):
+            await asyncio.gather(*(ask(port) for _ in range(70)))
+
+    play(main())
+    assert dropped, "the limit was never met"
 
 
 def test_several_addresses() -> None:
