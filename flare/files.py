@@ -270,8 +270,13 @@ def read_bounded(path: Path, limit: int, what: str, error: type[FlareError] = St
     return _read(path, limit, what, error)[0]
 
 
-def read_private(path: Path, limit: int, what: str) -> bytes:
+def read_private(
+    path: Path, limit: int, what: str, *, then: str = "make a new one if somebody may have copied it"
+) -> bytes:
     """Like read_bounded, for a secret: refused when group or others have any right to it.
+
+    Args:
+        then: completes "Run `chmod 600 ...`, and ...".
 
     Raises:
         IdentityError: others can read it, or own it; the message says the command that mends it.
@@ -279,10 +284,13 @@ def read_private(path: Path, limit: int, what: str) -> bytes:
     """
     data, found = _read(path, limit, what, IdentityError)
     _check_owner(path, found, what, IdentityError)
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        rights = " and ".join(
+            word for bits, word in ((0o044, "read"), (0o022, "changed"), (0o011, "executed")) if mode & bits
+        )
         raise IdentityError(
-            f"{what} {path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o}). "
-            f"Run `chmod 600 {path}`, and make a new one if somebody may have copied it."
+            f"{what} {path} can be {rights} by others (mode {mode:04o}). Run `chmod 600 {path}`, and {then}."
         )
     return data
 

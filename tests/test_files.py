@@ -204,9 +204,15 @@ def test_a_secret_that_others_can_read_is_refused_with_the_remedy(tmp_path: Path
     path.write_bytes(b"secret")
     path.chmod(0o600)
     assert files.read_private(path, 100, "The key") == b"secret"
-    for mode in (0o640, 0o604, 0o620):
+    for mode, rights in (
+        (0o640, "read"),
+        (0o604, "read"),
+        (0o620, "changed"),
+        (0o666, "read and changed"),
+        (0o610, "executed"),
+    ):
         path.chmod(mode)
-        with pytest.raises(IdentityError, match="chmod 600"):
+        with pytest.raises(IdentityError, match=rf"can be {rights} by others \(mode {mode:04o}\).*chmod 600"):
             files.read_private(path, 100, "The key")
 
 

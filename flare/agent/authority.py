@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flare.agent.transfers.waiting import in_thread
-from flare.errors import ConfigError, ConflictError, FlareError, ForbiddenError, NotFoundError
+from flare.errors import ConfigError, ConflictError, FlareError, ForbiddenError
 from flare.files import ensure_private_folder, locked, read_private, write_atomic
 from flare.trust.controllers import ControllerSet
 from flare.trust.signed import SignedRecord
@@ -41,6 +41,7 @@ class Authority:
 
     Raises:
         ConfigError: the file is there and damaged.
+        IdentityError: others can read or change it.
     """
 
     def __init__(self, path: Path, on_change: Callable[[], None] = lambda: None) -> None:
@@ -189,15 +190,17 @@ def read_controllers(path: Path) -> ControllerSet:
 
     Raises:
         NotFoundError: there is none.
+        IdentityError: others can read or change it, or it cannot be read.
         ConfigError: it is damaged, or its revisions do not follow from one another.
     """
+    data = read_private(
+        path, MAX_FILE, "The controller file", then="look with `flare agent status` whom this node obeys"
+    )
     remedy = "Restore it from a backup, or run `flare agent reset` and pair again."
     try:
-        document = tomllib.loads(read_private(path, MAX_FILE, "The controller file").decode())
+        document = tomllib.loads(data.decode())
         records = tuple(SignedRecord.from_json(record, "a record") for record in document["record"])
         return ControllerSet.from_chain(records)
-    except NotFoundError:
-        raise
     except FlareError as problem:
         raise ConfigError(f"{path} is damaged: {problem.message} {remedy}") from None
     except (ValueError, KeyError, TypeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from flare.errors import ConfigError, NotFoundError, StorageError, TrustError, UsageError
+from flare.errors import ConfigError, FlareError, NotFoundError, StorageError, TrustError, UsageError
 from flare.files import ensure_private_folder, locked, read_trusted, write_atomic, write_new
 from flare.identity import Identity
 from flare.paths import Paths, check_name
@@ -62,6 +62,25 @@ def load_publisher(paths: Paths, name: str | None, *, word: str = "--publisher N
         have = f"There are {', '.join(names)}." if names else CREATE_HINT
         raise NotFoundError(f"There is no publisher {name[:80]}. {have}")
     return name, Identity.load(paths.publisher_keys / f"{name}{KEY_SUFFIX}", "The publisher's key")
+
+
+def own_publisher(
+    paths: Paths, fingerprint: str, passed_over: Callable[[str], None] = lambda problem: None
+) -> PublisherProfile | None:
+    """Return the profile of the publisher with that fingerprint, if its key lies in this account.
+
+    Args:
+        passed_over: told why a key file says nothing about who signed: damaged, or open to others.
+    """
+    for name in publisher_names(paths):
+        try:
+            _, identity = load_publisher(paths, name)
+        except FlareError as problem:
+            passed_over(problem.message)
+            continue
+        if identity.fingerprint == fingerprint:
+            return PublisherProfile(name, identity.public_key)
+    return None
 
 
 def load_trust_store(paths: Paths, file: Path | None = None) -> TrustStore:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flare.cores.publisher_keys import accept_publisher as store_accepted
-from flare.cores.publisher_keys import ask_acceptance, load_publisher, load_trust_store, publisher_names
-from flare.errors import ConfigError, FlareError, TrustError
+from flare.cores.publisher_keys import ask_acceptance, load_trust_store, own_publisher
+from flare.errors import ConfigError, TrustError
 from flare.files import read_bounded
 from flare.orbit.controller import Controller
 from flare.orbit.resolve import Core
-from flare.paths import Paths
 from flare.trust.publishers import MAX_PROFILE, PublisherProfile
 
 
@@ -89,19 +88,12 @@ def _known(
         if profile.fingerprint == fingerprint:
             return profile, False
     store = load_trust_store(controller.paths, trust_store)
-    own = _own_publisher(controller.paths, fingerprint)
-    return own or store.find(fingerprint), own is not None
-
-
-def _own_publisher(paths: Paths, fingerprint: str) -> PublisherProfile | None:
-    for name in publisher_names(paths):
-        try:
-            _, identity = load_publisher(paths, name)
-        except FlareError:
-            continue  # damaged, or open to others: then it says nothing about who signed
-        if identity.fingerprint == fingerprint:
-            return PublisherProfile(name, identity.public_key)
-    return None
+    problems: list[str] = []
+    own = own_publisher(controller.paths, fingerprint, problems.append)
+    known = own or store.find(fingerprint)
+    for problem in problems if known is None else ():  # it may be the key that signed
+        controller.reporter.warn(f"A publisher's key of this account does not count. {problem}")
+    return known, own is not None
 
 
 def _unnamed(core: Core) -> PublisherProfile:

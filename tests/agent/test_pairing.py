@@ -259,6 +259,23 @@ def test_a_damaged_controller_file_obeys_nobody(paired: Agent, controller: Peer)
     assert "flare agent reset" in done.stderr
 
 
+@pytest.mark.parametrize(("mode", "rights"), [(0o644, "read"), (0o666, "read and changed")])
+def test_a_controller_file_that_is_open_to_others_is_not_called_damaged(
+    paired: Agent, mode: int, rights: str
+) -> None:
+    path = paired.paths.controllers_file
+    path.chmod(mode)
+    paired.stop()
+    for words in (("agent", "--listen", "127.0.0.1:0"), ("agent", "status")):
+        done = paired.command(*words)
+        assert done.returncode == 5
+        assert f"can be {rights} by others (mode {mode:04o}). Run `chmod 600 {path}`" in done.stderr
+        assert "damaged" not in done.stderr
+        assert "backup" not in done.stderr
+    path.chmod(0o600)
+    paired.start()
+
+
 def test_codes_expire(tmp_path: object) -> None:
     paths = Paths.from_environment({"HOME": str(tmp_path)})
     now = 1_800_000_000.0

@@ -94,8 +94,11 @@ def test_ones_own_publisher_needs_no_question(paths: Paths, core: Core) -> None:
 def test_a_key_that_others_can_read_proves_nothing(paths: Paths, core: Core) -> None:
     ensure_private_folder(paths.publisher_keys)
     write_atomic(paths.publisher_keys / "house.key", PUBLISHER.private_pem(), mode=0o644)
+    reporter = RecordingReporter()
     with pytest.raises(TrustError, match="nobody can be asked"):
-        accept_publisher(Controller.open(paths, RecordingReporter()), core, trust_store=None)
+        accept_publisher(Controller.open(paths, reporter), core, trust_store=None)
+    [warning] = reporter.warnings  # the way out is not to accept a stranger, but to close the file
+    assert f"can be read by others (mode 0644). Run `chmod 600 {paths.publisher_keys}/house.key`" in warning
 
 
 def test_a_dry_run_asks_nobody(paths: Paths, core: Core) -> None:
