@@ -23,6 +23,8 @@ from pathlib import Path
 from flare.errors import BusyError, FlareError, IdentityError, NotFoundError, StorageError
 
 OUR_FOLDER = "flare"  # what our folders in ~/.config, ~/.cache and ~/.local/share are called
+# What link says on a file system without hard links, such as FAT and many network and FUSE ones.
+NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 LOCK_WAIT = 10.0  # seconds; a change of one file takes milliseconds, so a longer wait means a stuck command
 UNFINISHED = ".new"  # ends the names of files that are being written
 ABANDONED_SECONDS = 600.0  # a file that took longer to write has lost its process
@@ -106,7 +108,21 @@ def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
         FileExistsError: there is one already, written whole.
         StorageError: it could not be written.
     """
-    _publish(path, data, mode, os.link)
+    _publish(path, data, mode, _appear_first)
+
+
+def _appear_first(temporary: Path, path: Path) -> None:
+    """Give a file its name, unless there is one of that name: a link, unlike a rename, refuses that."""
+    try:
+        os.link(temporary, path)
+    except OSError as problem:
+        if problem.errno not in NO_HARD_LINKS:
+            raise
+        # Nobody can link there, so that every writer comes here, and of those the lock makes one the first.
+        with locked(path):
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            temporary.rename(path)
 
 
 def _publish(path: Path, data: bytes, mode: int, appear: Callable[[Path, Path], None]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,46 @@ def test_a_new_file_never_replaces_another(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.stat().st_nlink == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS])
+def test_a_new_file_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_link(source: Path, destination: Path) -> None:
+        raise OSError(number, os.strerror(number), str(source), None, str(destination))
+
+    monkeypatch.setattr(os, "link", no_link)
+    path = tmp_path / "key"
+    won: list[bytes] = []
+
+    def write(content: bytes) -> None:
+        with contextlib.suppress(FileExistsError):
+            files.write_new(path, content)
+            won.append(content)
+
+    writers = [threading.Thread(target=write, args=(bytes([letter]) * 1000,)) for letter in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert won == [path.read_bytes()]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(FileExistsError):
+        files.write_new(path, b"second")
+    assert {found.name for found in tmp_path.iterdir()} == {"key", "key.lock"}
+
+
+def test_a_link_that_fails_otherwise_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, destination: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(StorageError, match="disk is full"):
+        files.write_new(tmp_path / "key", b"first")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_is_waited_for(tmp_path: Path) -> None:

@@ -49,7 +49,13 @@ from flare.errors import (
     RemoteProtocolError,
     StorageError,
 )
-from flare.files import describe_os_error, ensure_private_folder, remove_unfinished, write_atomic
+from flare.files import (
+    NO_HARD_LINKS,
+    describe_os_error,
+    ensure_private_folder,
+    remove_unfinished,
+    write_atomic,
+)
 from flare.identity import fingerprint
 from flare.paths import Paths
 from flare.trust.publishers import PublisherProfile
@@ -449,8 +455,17 @@ class Cache:
 
     def _link(self, source: Path, folder: Path, path: str) -> None:
         with parent_of(folder, path, create=True) as (descriptor, name):
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.link(source, name, dst_dir_fd=descriptor, follow_symlinks=False)
+            except FileExistsError:
+                pass
+            except OSError as problem:
+                if problem.errno not in NO_HARD_LINKS:
+                    raise
+                raise StorageError(
+                    f"The cache {self.paths.cache} lies on a file system without hard links, which it needs. "
+                    "Set XDG_CACHE_HOME to a folder on another one for this node's agent, and restart it."
+                ) from None
             os.fsync(descriptor)
 
     def _link_blob(self, place: Place) -> bool:

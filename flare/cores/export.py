@@ -27,7 +27,7 @@ from flare.cores.safetensors import Header, Tensor
 from flare.cores.source import FolderSource, GgufSource, SourceFile, read_source
 from flare.cores.verify import verify_core
 from flare.errors import StorageError, UsageError
-from flare.files import describe_os_error, fsync_folder, scratch_folder
+from flare.files import NO_HARD_LINKS, describe_os_error, fsync_folder, scratch_folder
 from flare.paths import safe_component
 from flare.strict_json import canonical
 from flare_workers.blocks import DIGEST_SIZE
@@ -306,7 +306,9 @@ def _appear(staged: Path, primary: Path) -> None:
     """Give the primary its name; a link, unlike a rename, refuses one that is taken."""
     try:
         os.link(staged, primary)
-    except PermissionError:  # a file system without hard links
+    except OSError as problem:
+        if problem.errno not in NO_HARD_LINKS:
+            raise
         if primary.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(primary)) from None
         staged.rename(primary)

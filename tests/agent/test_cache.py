@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 from flare.agent.cache import PART_MARKER, Cache, Entry
 from flare.agent.file_requests import have
 from flare.cores.marker import Marker
-from flare.errors import BusyError
+from flare.errors import BusyError, StorageError
 from flare.paths import Paths
 from flare.wire.messages import Have, HaveReply
 from tests.agent.world import EXPORT, INDEX_SHA256
@@ -48,6 +50,17 @@ def test_ones_own_pin_keeps_nothing(cache: Cache) -> None:
         doomed = cache.take_damaged(folder, None, own_pins=1)
     assert doomed is not None
     assert (doomed.parent, folder.exists()) == (cache.arriving, False)
+
+
+def test_a_cache_that_cannot_link_says_what_it_needs(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    arrived = cache.new_arrival()
+    arrived.write_bytes(b"x")
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StorageError, match="without hard links, which it needs"):
+        cache.publish(arrived, cache.place("core", f"{ENTRY}/core.safetensors"))
 
 
 def test_markers_are_read_beside_the_loop() -> None:

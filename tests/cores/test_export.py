@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -237,9 +238,12 @@ def test_a_primary_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> Non
     assert (tmp_path / "taken").read_bytes() == b"mine"
 
 
-def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(*_arguments: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", refuse)
     for name in ("first", "second"):

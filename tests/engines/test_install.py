@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -35,6 +36,25 @@ def wheel(path: Path, members: dict[str, bytes]) -> Pinned:
         for name, data in members.items():
             archive.writestr(name, data)
     return pin(path)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_equal_libraries_are_one_file_where_there_are_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    wheel(tmp_path / "x.whl", {"bin/libx.so": b"code", "bin/libx.so.0": b"code"})
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    with zipfile.ZipFile(tmp_path / "x.whl") as archive:
+        installing._extract(archive, "bin/", tmp_path / "bin")
+    first, second = tmp_path / "bin/libx.so", tmp_path / "bin/libx.so.0"
+    assert first.samefile(second) == links
+    assert second.read_bytes() == b"code"
+    assert stat.S_IMODE(second.stat().st_mode) == 0o755
 
 
 def pin(path: Path) -> Pinned:
