@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from flare.cores.primary import Primary
 from flare.engines.discovery import EngineInstall
-from flare.errors import FlareError, RemoteProtocolError, UnreachableError
+from flare.errors import FlareError, RemoteProtocolError
 from flare.rank.bootstrap import Offer, send_metadata
 from flare.rank.capacity import Agreement
 from flare.rank.launch import Failure, RunRequest
@@ -19,7 +19,7 @@ from flare.rank.proof import Purpose
 from flare.rank.ranges import RangeServer
 from flare.rank.rendezvous import Member, Rendezvous
 from flare.rank.routes import endpoints_message, own_endpoints
-from flare.rank.sockets import describe, show
+from flare.rank.sockets import show
 from flare.rank.tunnel import TunnelHead
 
 SILENCE_LIMIT: Final = 1800.0
@@ -200,8 +200,7 @@ class PeerGroup:
             self._tunnels[rank - 1].offer(connection)
 
     def _broken(self, rank: int, problem: OSError) -> None:
-        text = f"The engine's connection to rank {rank} broke: {describe(problem)}."
-        self._failure.report_later(self._loop, UnreachableError(text))
+        self._failure.report_broken(self._loop, f"rank {rank}", problem)
 
     def _remark_from_thread(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the rank with it

@@ -17,7 +17,7 @@ from flare.cores.index import CoreIndex
 from flare.cores.primary import AcceptedPublishers, Primary
 from flare.cores.verify import verify_core
 from flare.engines.discovery import EngineInstall
-from flare.errors import EngineError, FlareError, IntegrityError
+from flare.errors import EngineError, FlareError, IntegrityError, UnreachableError
 from flare.paths import Paths
 from flare.rank.engine_process import EngineProcess
 from flare.rank.engines.base import EngineAdapter
@@ -25,6 +25,7 @@ from flare.rank.engines.llama_cpp import LlamaCpp
 from flare.rank.lifecycle import Lifecycle
 from flare.rank.model_cache import mark_verified, stamps, verified_before
 from flare.rank.proof import INSECURE_KEY
+from flare.rank.sockets import describe, is_unanswered
 from flare.serving_options import ServingOptions
 from flare.settings import Settings
 from flare_workers.ranges import Ranges
@@ -277,13 +278,25 @@ class Failure:
         if not self.future.done():
             self.future.set_result(problem)
 
-    def report_later(self, loop: asyncio.AbstractEventLoop, problem: FlareError) -> None:
-        """From another thread: report what is often only the consequence of something worse.
+    def report_broken(
+        self, loop: asyncio.AbstractEventLoop, other: str, problem: FlareError | OSError
+    ) -> None:
+        """From another thread: report that the engine's connection to another rank broke.
 
-        Where a rank or an engine is gone, whoever watches that says so before.
+        That is often only the consequence of something worse: where a rank or an engine is gone, whoever
+        watches that says so before. When nothing answers there is nothing else to wait for.
+
+        Args:
+            other: the rank.
+            problem: how it broke.
         """
+        why = problem.message if isinstance(problem, FlareError) else f"{describe(problem)}."
+        wait = 2 * CAUSE_LIMIT
+        if is_unanswered(problem):
+            why, wait = f"{why} Is a cable unplugged, or that host down?", 0.0
+        broken = UnreachableError(f"The engine's connection to {other} broke: {why}")
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the rank with it
-            loop.call_soon_threadsafe(loop.call_later, 2 * CAUSE_LIMIT, self.report, problem)
+            loop.call_soon_threadsafe(loop.call_later, wait, self.report, broken)
 
 
 def show_lines(

@@ -245,9 +245,7 @@ class PeerRank:
         self._tunnel = TunnelPeer(
             connector(self._routes, Purpose.ENGINE, request.rank, request.proof_key),
             context.port,
-            lambda problem: self._failure.report_later(
-                loop, UnreachableError(f"The engine's connection to rank zero broke: {problem}")
-            ),
+            lambda problem: self._failure.report_broken(loop, "rank zero", problem),
         )
         self._tunnel.start()
         await self._link.send({"type": "listening"})

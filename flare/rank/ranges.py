@@ -24,7 +24,7 @@ from flare.cores.primary import Primary
 from flare.errors import FlareError, IntegrityError, TransferError
 from flare.files import describe_os_error
 from flare.printable import printable
-from flare.rank.sockets import describe, shut
+from flare.rank.sockets import describe, is_unanswered, shut
 from flare_workers.blocks import BLOCK_SIZE, DIGEST_SIZE
 from flare_workers.ranges import Ranges
 
@@ -205,15 +205,15 @@ class RangeReceiver:
                         _write(descriptor, piece, start + block)
                         with self._lock:
                             self.received += len(piece)
-        except TimeoutError:
-            raise TransferError(f"Rank zero sent nothing for {STALL_LIMIT:.0f} s.") from None
         except EOFError:
             raise TransferError("Rank zero ended a connection before all bytes were there.") from None
-        except ConnectionError as problem:
-            raise TransferError(f"A connection to rank zero failed: {describe(problem)}.") from None
         except FlareError:
             raise
         except OSError as problem:
+            if isinstance(problem, ConnectionError) or is_unanswered(problem):
+                raise TransferError(f"A connection to rank zero failed: {describe(problem)}.") from None
+            if isinstance(problem, TimeoutError):  # the socket's; the kernel's has a number
+                raise TransferError(f"Rank zero sent nothing for {STALL_LIMIT:.0f} s.") from None
             raise describe_os_error(problem, "Cannot store the core") from None
 
     def _ask(self, connection: socket.socket, number: int, offset: int, length: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ from flare.fabric.endpoints import MAX_ENDPOINTS, read_endpoints
 from flare.fabric.rails import Cables, FabricNode
 from flare.fabric.values import Endpoint
 from flare.rank.proof import Purpose
-from flare.rank.sockets import PROOF_LIMIT, prove_blocking, set_up
+from flare.rank.sockets import PROOF_LIMIT, notice_death, prove_blocking, set_up
 from flare.strict_json import Reader
 
 LOCAL_ANY: Final = ""
@@ -106,9 +108,14 @@ def connector(
         with lock:
             route = next(turns)
         source = (route.local, 0) if route.local else None
-        connection = socket.create_connection((route.host, route.port), PROOF_LIMIT, source)
+        try:
+            connection = socket.create_connection((route.host, route.port), PROOF_LIMIT, source)
+        except TimeoutError:  # without a number, as the socket's own are
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
         try:
             set_up(connection)
+            if purpose is Purpose.RANGES:
+                notice_death(connection)  # a request on its way, and nothing else, may hide a cut cable
             prove_blocking(connection, purpose, rank, key)
         except BaseException:
             connection.close()

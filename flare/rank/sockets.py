@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import os
 import secrets
@@ -26,8 +27,11 @@ from flare.rank.proof import (
 DEAD_AFTER: Final = 4
 """Seconds until the kernel gives a silent connection up; the group has ended within the next one."""
 UNANSWERED_LIMIT: Final = 3500
-"""Milliseconds without an answer that end the rendezvous connection at the kernel's look after them, and the
+"""Milliseconds without an answer that end a connection at the kernel's look after them, and the
 looks are a second apart: at the fourth, and not at the fifth because the fourth came a tick early."""
+_UNANSWERED: Final = frozenset(
+    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+)
 PROOF_LIMIT: Final = 10.0
 """Seconds for the whole proof, on either side."""
 
@@ -44,10 +48,11 @@ def set_up(connection: socket.socket) -> None:
 
 
 def notice_death(connection: socket.socket) -> None:
-    """Give the rendezvous connection up after UNANSWERED_LIMIT, by the fourth second at the latest.
+    """Give a connection up after UNANSWERED_LIMIT, by the fourth second at the latest, also while
+    something is on its way.
 
-    Not for connections that carry bulk: the kernel counts a receiver that is busy and reads nothing
-    for that long as dead too.
+    Not on the side that sends bulk: the kernel counts a receiver that is busy and reads nothing for that
+    long as dead too (`silence` tells the two apart).
     """
     _set_if_known(connection, "TCP_USER_TIMEOUT", UNANSWERED_LIMIT)
 
@@ -155,6 +160,14 @@ def shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         return
+
+
+def is_unanswered(problem: Exception) -> bool:
+    """Tell whether the network, or the whole other host, ended a connection.
+
+    When a program there dies, its kernel lives on and ends the connection with an answer.
+    """
+    return isinstance(problem, OSError) and problem.errno in _UNANSWERED
 
 
 def describe(problem: OSError) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Final
 
 from flare.errors import FlareError
+from flare.rank.silence import SilenceWatch
 from flare.rank.sockets import set_up, shut
 
 RESERVE: Final = 4
@@ -67,10 +68,10 @@ class _Pump:
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_WR)
         except OSError as problem:
+            self._on_broken(problem)
             # One side is gone: the other must hear of it, or an engine waits for ever.
             shut(source)
             shut(target)
-            self._on_broken(problem)
         finally:
             with self._lock:
                 self._open -= 1
@@ -106,17 +107,28 @@ def _splice_all(source: int, target: int) -> None:
 
 
 class _Sockets:
-    """Every socket of a tunnel, so that closing it wakes every thread."""
+    """Every socket of a tunnel, so that closing it wakes every thread.
 
-    def __init__(self) -> None:
+    Args:
+        on_silence: gets what ended a connection to the other rank from which nothing comes any more.
+    """
+
+    def __init__(self, on_silence: Callable[[OSError], None]) -> None:
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
+        self._watch = SilenceWatch(on_silence)
         self.closed = False
 
-    def add(self, connection: socket.socket) -> None:
+    def start(self) -> None:
+        """Begin to look after the connections to the other rank."""
+        self._watch.start()
+
+    def add(self, connection: socket.socket, *, between_ranks: bool = False) -> None:
         with self._lock:
             self._sockets.add(connection)
             closed = self.closed
+        if between_ranks:
+            self._watch.add(connection)
         if closed:
             shut(connection)
 
@@ -124,9 +136,11 @@ class _Sockets:
         with self._lock:
             self._sockets.difference_update(connections)
         for connection in connections:
+            self._watch.drop(connection)
             connection.close()
 
     def close(self) -> None:
+        self._watch.close()
         with self._lock:
             self.closed = True
             for connection in self._sockets:
@@ -138,15 +152,15 @@ class TunnelHead:
 
     Args:
         rank: the peer's.
-        on_broken: called from a thread when a connection that the engine uses broke: an engine that is idle
-            would notice with the next request only.
+        on_broken: called from a thread when a connection that the engine uses broke, or nothing comes from
+            the peer on any: an engine that is idle would notice with the next request only.
     """
 
     def __init__(self, rank: int, on_broken: Callable[[int, OSError], None]) -> None:
         self.rank = rank
         self._on_broken = on_broken
         self._ready: queue.Queue[socket.socket] = queue.Queue()
-        self._sockets = _Sockets()
+        self._sockets = _Sockets(self._broken)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         """The loopback port that the engine connects to."""
@@ -154,11 +168,12 @@ class TunnelHead:
     def start(self) -> None:
         """Begin to accept the engine's connections."""
         self._sockets.add(self._listener)
+        self._sockets.start()
         threading.Thread(target=self._accept, name=f"tunnel-{self.rank}", daemon=True).start()
 
     def offer(self, connection: socket.socket) -> None:
         """Take over a proven, blocking connection that the peer opened."""
-        self._sockets.add(connection)
+        self._sockets.add(connection, between_ranks=True)
         self._ready.put(connection)
         if self._sockets.closed:
             self._drop_reserve()
@@ -223,10 +238,11 @@ class TunnelPeer:
         self._connect = connect
         self._engine_port = engine_port
         self._on_failure = on_failure
-        self._sockets = _Sockets()
+        self._sockets = _Sockets(self._broken)
 
     def start(self) -> None:
         """Open the reserve."""
+        self._sockets.start()
         for number in range(RESERVE):
             threading.Thread(target=self._keep_one, name=f"tunnel-{number}", daemon=True).start()
 
@@ -243,8 +259,13 @@ class TunnelPeer:
                 if not self._sockets.closed:
                     self._on_failure(problem)
                 return
-            self._sockets.add(zero)
-            if not self._wait_for_use(zero):
+            self._sockets.add(zero, between_ranks=True)
+            try:
+                wanted = _wait_for_use(zero)
+            except OSError as problem:
+                self._broken(problem)  # the engine's next connection would take the same way
+                wanted = False
+            if not wanted:
                 self._sockets.drop(zero)
                 return  # rank zero ended it: the group is ending
             try:
@@ -260,9 +281,12 @@ class TunnelPeer:
         if not self._sockets.closed:
             self._on_failure(problem)
 
-    def _wait_for_use(self, zero: socket.socket) -> bool:
-        try:
-            zero.settimeout(None)
-            return bool(zero.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
+
+def _wait_for_use(zero: socket.socket) -> bool:
+    """Wait for the first byte; tell whether one came before the end.
+
+    Raises:
+        OSError: the connection broke.
+    """
+    zero.settimeout(None)
+    return bool(zero.recv(1, socket.MSG_PEEK))

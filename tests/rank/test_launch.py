@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from dataclasses import replace
@@ -244,15 +245,17 @@ def test_the_first_failure_is_kept_and_consequences_wait(monkeypatch: pytest.Mon
         failure = Failure()
         loop = asyncio.get_running_loop()
         clock = Clock()
-        await asyncio.to_thread(failure.report_later, loop, RankError("the consequence"))
+        reset = ConnectionResetError(errno.ECONNRESET, "")
+        await asyncio.to_thread(failure.report_broken, loop, "rank 1", reset)
         failure.report(RankError("the cause"))
         clock.forward(2 * launch.CAUSE_LIMIT)
         await asyncio.sleep(0.01)
         assert failure.future.result().message == "the cause"
         alone = Failure()
-        await asyncio.to_thread(alone.report_later, loop, RankError("nothing else"))
+        await asyncio.to_thread(alone.report_broken, loop, "rank 1", reset)
         clock.forward(2 * launch.CAUSE_LIMIT)
-        assert (await alone.future).message == "nothing else"
+        expected = "The engine's connection to rank 1 broke: Connection reset by peer."
+        assert (await alone.future).message == expected
         await first_of(alone.future, loop.create_future())
 
     run(work())
@@ -260,9 +263,24 @@ def test_the_first_failure_is_kept_and_consequences_wait(monkeypatch: pytest.Mon
     loop.close()
 
     async def late() -> None:
-        Failure().report_later(loop, RankError("too late"))  # that loop is gone; nothing happens
+        Failure().report_broken(loop, "rank 1", RankError("too late"))  # that loop is gone; nothing happens
 
     run(late())
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH])
+def test_what_no_program_can_have_caused_is_reported_at_once(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "CAUSE_LIMIT", 1000)
+
+    async def work() -> None:
+        failure = Failure()
+        failure.report_broken(asyncio.get_running_loop(), "rank zero", OSError(number, ""))
+        problem = await failure.future
+        assert f"rank zero broke: {os.strerror(number)}. Is a cable unplugged" in problem.message
+
+    run(work())
 
 
 def test_small_facts_of_this_machine() -> None:

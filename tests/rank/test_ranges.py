@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
 import threading
@@ -186,6 +188,16 @@ def test_a_stalled_transfer_fails(core: Primary, tmp_path: Path, monkeypatch: py
     with pytest.raises(TransferError, match="sent nothing for"):
         receive_from(script, core, tmp_path / "got")
     done.set()
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH])
+def test_a_cut_cable_is_no_stall_and_no_fault_of_the_disk(number: int, core: Primary, tmp_path: Path) -> None:
+    def fail() -> socket.socket:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "got").write_bytes(b"")
+    with pytest.raises(TransferError, match=f"rank zero failed: {os.strerror(number)}"):
+        RangeReceiver(fail).receive_file(core, 0, Ranges.whole(len(BIG)), core.digests(), tmp_path / "got")
 
 
 def test_a_full_disk_is_named(

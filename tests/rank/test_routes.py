@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 
@@ -10,6 +11,7 @@ from flare.errors import RemoteProtocolError, UnreachableError
 from flare.fabric.values import Endpoint
 from flare.rank.proof import Purpose
 from flare.rank.routes import Route, connector, endpoints_message, own_endpoints, plan, read_offered
+from flare.rank.sockets import UNANSWERED_LIMIT
 from flare.strict_json import Reader
 from tests.rank.lab import KEY, Meeting, run
 
@@ -72,6 +74,28 @@ def test_connections_take_the_routes_in_turn_and_bind_the_local_address() -> Non
             assert names == ["127.0.0.2", "127.0.0.1", "127.0.0.2"]
 
     run(work())
+
+
+def test_the_side_that_asks_for_bytes_gives_up_what_is_not_acknowledged() -> None:
+    async def work() -> None:
+        async with Meeting() as lab:
+            for purpose, limit in ((Purpose.RANGES, UNANSWERED_LIMIT), (Purpose.ENGINE, 0)):
+                connect = connector([Route("", lab.host, lab.port)], purpose, 1, KEY)
+                with await asyncio.to_thread(connect) as connection:
+                    got = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                    assert got == limit
+
+    run(work())
+
+
+def test_a_host_that_does_not_answer_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*_: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", wait)
+    with pytest.raises(TimeoutError) as raised:
+        connector([Route("", "192.0.2.1", 1)], Purpose.ENGINE, 1, KEY)()
+    assert raised.value.errno == errno.ETIMEDOUT
 
 
 def test_a_connection_that_fails_its_proof_is_closed() -> None:

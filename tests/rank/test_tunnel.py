@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from flare.errors import FlareError
-from flare.rank import tunnel
-from flare.rank.sockets import shut
+from flare.rank import silence, tunnel
+from flare.rank.sockets import set_up, shut
 from flare.rank.tunnel import TunnelHead, TunnelPeer
 from tests.cores.making import pattern
 from tests.rank.lab import tcp_pair, until_true
@@ -60,6 +60,7 @@ class Tunnel:
         self.peer = TunnelPeer(self.connect, self.engine.port, self.failures.append)
         self.reserve: list[socket.socket] = []
         self.refuse = False
+        self.answering = True
 
     def close(self) -> None:
         self.peer.close()
@@ -72,6 +73,9 @@ class Tunnel:
         if self.refuse:
             raise ConnectionRefusedError(111, "Connection refused")
         peer, zero = tcp_pair()
+        if self.answering:
+            set_up(peer)
+            set_up(zero)
         self.reserve.append(zero)
         self.head.offer(zero)
         return peer
@@ -166,6 +170,27 @@ def test_a_connection_in_use_that_breaks_is_told(lab: Tunnel) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     until_true(lambda: lab.broken)
     assert lab.broken[0][0] == 1
+
+
+def test_a_connection_in_reserve_that_breaks_is_told_and_one_that_ends_is_not(lab: Tunnel) -> None:
+    until_true(lambda: len(lab.reserve) == tunnel.RESERVE)
+    lab.reserve[0].close()
+    lab.reserve[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    lab.reserve[1].close()
+    until_true(lambda: lab.failures and len(lab.peer._sockets._sockets) == tunnel.RESERVE - 2)
+    assert [type(problem) for problem in lab.failures] == [ConnectionResetError]
+
+
+def test_silence_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "LOOK_INTERVAL", 0.02)
+    lab = Tunnel()
+    lab.answering = False  # without keepalives the kernels say nothing unless bytes move
+    lab.head.start()
+    lab.peer.start()
+    until_true(lambda: lab.failures and lab.broken)
+    assert isinstance(lab.failures[0], TimeoutError)
+    assert isinstance(lab.broken[0][1], TimeoutError)
+    lab.close()
 
 
 def test_without_a_peer_the_engines_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
