@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from flare.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,6 +42,31 @@ def set_parent_death_signal(signal_number: int = signal.SIGTERM) -> None:
 def become_subreaper() -> None:
     """Become the parent of every orphaned descendant, so that none escapes to init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def take_signals(loop: AbstractEventLoop, numbers: Iterable[int], take: Callable[[int], None]) -> None:
+    """Have the loop call `take` with every signal of these numbers, and ignore those that come after it.
+
+    asyncio's own handlers go when the loop is closed: a signal that comes then, while the process tidies up
+    behind itself, would end it with that signal in place of its exit status.
+
+    Args:
+        loop: runs in the main thread, from which this is called.
+    """
+    numbers = tuple(numbers)
+
+    def came(number: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(take, number)
+
+    def ignore() -> None:
+        # The interpreter gives up handlers while it ends, but leaves what is ignored.
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    for number in numbers:
+        signal.signal(number, came)
+    atexit.register(ignore)
 
 
 def free_port() -> int:

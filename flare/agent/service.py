@@ -35,7 +35,7 @@ from flare.paths import Paths, check_name, safe_component
 from flare.printable import printable
 from flare.session import Listener, SocketAddress, format_address, parse_address
 from flare.settings import DEFAULT_PORT, Settings
-from flare.system import become_subreaper
+from flare.system import become_subreaper, take_signals
 from flare_workers.jobs import Hash, WorkerError
 from flare_workers.pool import WorkerPool
 from flare_workers.ranges import Ranges
@@ -252,17 +252,18 @@ async def listen(listener: Listener, host: str, port: int) -> tuple[SocketAddres
 
 
 class Stopping:
-    """SIGTERM, SIGINT and SIGHUP end the agent; the second one ends its ranks without draining."""
+    """SIGTERM, SIGINT and SIGHUP end the agent; the second one ends its ranks without draining.
+
+    Those that come later change nothing, nor do they change the exit status.
+    """
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
-        self._again = False
         self._ranks: Ranks | None = None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, self._ask)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        take_signals(asyncio.get_running_loop(), numbers, self._take)
 
-    def _ask(self) -> None:
+    def _take(self, _number: int) -> None:
         if self._asked.is_set() and self._ranks is not None:
             for run in self._ranks.running():
                 run.kill()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,20 @@ def test_without_a_script_the_module_is(argv0: str) -> None:
     assert words == (sys.executable, "-m", "flare")
     assert path is not None
     assert path.endswith("flare/__main__.py")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_that_come_while_it_ends_do_not_change_its_exit_status(
+    new_agent: Callable[..., Agent], number: int
+) -> None:
+    agent = new_agent().start()
+    process = agent.process
+    assert process is not None
+    while process.poll() is None:
+        process.send_signal(number)
+        time.sleep(0.0005)
+    assert agent.ended() == 0
+    assert "Traceback" not in agent.log()
 
 
 def test_an_engine_shows_as_soon_as_it_is_installed(paired: Agent, controller: Peer) -> None:
