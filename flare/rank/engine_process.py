@@ -89,7 +89,10 @@ class EngineProcess:
         reading = asyncio.create_task(self._read(self._keeper.stdout))
         self._tasks = [reading, asyncio.create_task(self._watch(control, started, reading))]
         try:
-            self.pid = await asyncio.wait_for(started, START_LIMIT)
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the result, and whoever
+            # stops a rank would wait for the whole loading.
+            async with asyncio.timeout(START_LIMIT):
+                self.pid = await started
         except TimeoutError:
             await self.kill()
             raise EngineError(f"{self.name} could not be started within {START_LIMIT:.0f} s.") from None
@@ -101,7 +104,8 @@ class EngineProcess:
         """Send SIGTERM, then SIGKILL after `seconds`; return when nothing of it is left."""
         self._order(keeper.TERMINATE)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._gone.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._gone.wait()
         await self.kill()
 
     async def kill(self) -> None:
@@ -109,7 +113,8 @@ class EngineProcess:
         self._order(keeper.KILL)
         if self._keeper is not None:
             try:
-                await asyncio.wait_for(self._gone.wait(), KEEPER_LIMIT)
+                async with asyncio.timeout(KEEPER_LIMIT):
+                    await self._gone.wait()
             except TimeoutError:
                 self._keeper.kill()  # it does not obey; the kernel tells its child, which then ends too
             await self._keeper.wait()

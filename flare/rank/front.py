@@ -139,7 +139,8 @@ class Front:
         """Refuse new requests, and return when the running ones are done (True) or `seconds` are over."""
         self._draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

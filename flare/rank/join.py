@@ -58,7 +58,8 @@ async def join(
         await link.send(hello_message(facts))
         # Rank zero may still be resolving its core.
         begun = loop.time()
-        message = await asyncio.wait_for(link.receive(), seconds)
+        async with asyncio.timeout(seconds):
+            message = await link.receive()
         if message["type"] == "refused":
             raise RankError(f"Rank zero refused rank {rank}: {words_of(message)}")
         if message["type"] == "stop":  # the group failed while this rank was joining
@@ -100,7 +101,8 @@ async def _connect(host: str, port: int, seconds: float, remark: Callable[[str],
         connection = socket.socket(family, kind | socket.SOCK_CLOEXEC)
         connection.setblocking(False)
         try:
-            await asyncio.wait_for(loop.sock_connect(connection, address), PROOF_LIMIT)
+            async with asyncio.timeout(PROOF_LIMIT):
+                await loop.sock_connect(connection, address)
         except (OSError, TimeoutError) as problem:
             connection.close()
             if loop.time() > limit:

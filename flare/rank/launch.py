@@ -156,7 +156,8 @@ async def engine_help(install: EngineInstall, environment: Mapping[str, str]) ->
     process = EngineProcess(install.server.name, take)
     try:
         await process.start([str(install.server), "--help"], install.environment(environment))
-        await asyncio.wait_for(asyncio.shield(process.exited), HELP_LIMIT)
+        async with asyncio.timeout(HELP_LIMIT):
+            await asyncio.shield(process.exited)
     except TimeoutError:
         return ""
     finally:

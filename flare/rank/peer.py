@@ -136,7 +136,8 @@ class PeerRank:
         with contextlib.suppress(FlareError):
             await self._link.send({"type": "leave"})
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._signals.hurry.wait(), None if serving else LEAVE_LIMIT)
+            async with asyncio.timeout(None if serving else LEAVE_LIMIT):
+                await self._signals.hurry.wait()
 
     # -- the way to serving ----------------------------------------------------------------------------
 
@@ -257,7 +258,8 @@ class PeerRank:
             with socket.socket() as probe:
                 probe.setblocking(False)
                 try:
-                    await asyncio.wait_for(loop.sock_connect(probe, ("127.0.0.1", port)), 2.0)
+                    async with asyncio.timeout(2.0):
+                        await loop.sock_connect(probe, ("127.0.0.1", port))
                 except (OSError, TimeoutError):
                     await asyncio.sleep(0.01)
                 else:

@@ -180,7 +180,8 @@ class Rendezvous:
             RankError: names the ranks that did not come, and what was refused last.
         """
         try:
-            await asyncio.wait_for(self._complete.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._complete.wait()
         except TimeoutError:
             missing = [str(rank) for rank in range(1, self.ranks) if rank not in self.members]
             what = f"rank {missing[0]}" if len(missing) == 1 else f"the ranks {', '.join(missing)}"

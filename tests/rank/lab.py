@@ -100,6 +100,29 @@ async def in_turn(*steps: Awaitable[Any]) -> list[Any]:
     return await asyncio.gather(*steps, return_exceptions=True)
 
 
+async def never_loses_a_cancellation(
+    begin: Callable[[], Coroutine[Any, Any, Any]], finish: Callable[[], object]
+) -> None:
+    """Cancel `begin` in every step of the loop after what it waits for has come; each time it must end so.
+
+    asyncio.wait_for of Python 3.11 loses one in some step, and then whoever stops the task waits for it all.
+    """
+    for steps in range(50):
+        task = asyncio.create_task(begin())
+        for _ in range(10):  # until it waits
+            await asyncio.sleep(0)
+        finish()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if not task.cancel():
+            await task
+            assert steps > 0, "it did not wait at all"
+            return
+        await asyncio.wait({task})
+        assert task.cancelled(), f"the cancellation in step {steps} was lost"
+    raise AssertionError("it did not end")
+
+
 def text_of(path: Path) -> str:
     """Return a file's text."""
     return path.read_text(errors="replace")

@@ -4,14 +4,17 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flare.errors import EngineError
 from flare.rank import engine_process
 from flare.rank.engine_process import EngineProcess, engine_environment
-from tests.rank.lab import run, until
+from tests.rank.lab import never_loses_a_cancellation, run, until
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
@@ -46,6 +49,45 @@ def test_its_lines_are_heard_and_its_end_is_told(tmp_path: Path) -> None:
     run(work())
     assert lines[0] == "one\\x1b[2J"
     assert len(lines[1]) <= engine_process.MAX_LINE
+
+
+def test_a_stop_that_comes_with_a_start_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[asyncio.Future[int]] = []
+    engines: list[EngineProcess] = []
+
+    async def watch(engine: EngineProcess, _: object, started: asyncio.Future[int], __: object) -> None:
+        engines.append(engine)
+        waiting.append(started)
+
+    async def keeper(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(stdout=asyncio.StreamReader())
+
+    async def work() -> None:
+        monkeypatch.setattr(EngineProcess, "_watch", watch)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", keeper)
+        await never_loses_a_cancellation(
+            lambda: EngineProcess("engine", lambda _line: True).start(["/engine"], {}),
+            lambda: waiting[-1].set_result(1),
+        )
+        for engine in engines:
+            assert engine._control is not None
+            engine._control.close()
+            engine._tasks[0].cancel()
+
+    run(work())
+
+
+def test_a_stop_that_comes_with_an_engines_end_is_not_lost() -> None:
+    async def work() -> None:
+        engine = EngineProcess("engine", lambda _line: True)
+
+        def begin() -> Coroutine[Any, Any, None]:
+            engine._gone.clear()
+            return engine.stop()
+
+        await never_loses_a_cancellation(begin, engine._gone.set)
+
+    run(work())
 
 
 def test_an_obituary_has_the_last_words_that_nobody_saw(tmp_path: Path) -> None:

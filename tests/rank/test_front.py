@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from flare.rank import front as module
 from flare.rank.engines.llama_cpp import LlamaCpp
 from flare.rank.front import Front, exposure_warning, read_keys
 from flare.rank.metrics import MetricsDocument, Serving, prometheus
-from tests.rank.lab import run, until
+from tests.rank.lab import never_loses_a_cancellation, run, until
 
 PATH = "/v1/completions"
 
@@ -210,6 +210,19 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
             lab.upstream.release.set()
             assert await draining is True
             assert await task == 200
+
+    run(work())
+
+
+def test_a_stop_that_comes_with_the_end_of_a_drain_is_not_lost() -> None:
+    async def work() -> None:
+        front = Lab().front
+
+        def begin() -> Coroutine[Any, Any, bool]:
+            front._idle.clear()
+            return front.drain(60)
+
+        await never_loses_a_cancellation(begin, front._idle.set)
 
     run(work())
 

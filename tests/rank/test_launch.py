@@ -16,6 +16,7 @@ from flare.engines.discovery import EngineInstall
 from flare.errors import CoreError, EngineError, IntegrityError, RankError
 from flare.paths import Paths
 from flare.rank import launch
+from flare.rank.engine_process import EngineProcess
 from flare.rank.launch import (
     Accepted,
     Failure,
@@ -34,7 +35,7 @@ from flare.serving_options import ServingOptions
 from flare.settings import Settings
 from flare.system import free_port
 from tests.cores.making import MIB, pattern, write_core
-from tests.rank.lab import run, until
+from tests.rank.lab import never_loses_a_cancellation, run, until
 from tests.session.parties import Clock
 
 FILES = {"model/a.gguf": pattern(2 * MIB + 5, 1), "model/b.json": b"{}"}
@@ -236,6 +237,24 @@ def test_only_accepted_publishers_are_trusted() -> None:
     accepted = Accepted(frozenset({"aa"}))
     assert accepted.accepts("aa")
     assert not accepted.accepts("bb")
+
+
+def test_a_stop_that_comes_with_the_end_of_an_engines_help_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[EngineProcess] = []
+
+    async def start(engine: EngineProcess, *_: object) -> None:
+        started.append(engine)
+
+    async def work() -> None:
+        monkeypatch.setattr(EngineProcess, "start", start)
+        await never_loses_a_cancellation(
+            lambda: engine_help(EngineInstall("x", "1", "config", tmp_path, (tmp_path, tmp_path)), {}),
+            lambda: started[-1].exited.set_result(0),
+        )
+
+    run(work())
 
 
 def test_the_first_failure_is_kept_and_consequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:

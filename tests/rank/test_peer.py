@@ -14,12 +14,13 @@ from flare.cores.primary import Primary, load_primary
 from flare.errors import EngineError, FlareError, RankError, RemoteProtocolError, UnreachableError
 from flare.rank import peer as module
 from flare.rank.bootstrap import Offer
+from flare.rank.engine_process import EngineProcess
 from flare.rank.launch import Accepted, StopSignals
 from flare.rank.lifecycle import Lifecycle
 from flare.rank.peer import PeerRank
 from flare.rank.rendezvous import Member
 from tests.cores.making import PUBLISHER, gguf_core
-from tests.rank.lab import KEY, Meeting, run, until
+from tests.rank.lab import KEY, Meeting, never_loses_a_cancellation, run, until
 from tests.rank.test_launch import request
 
 # Listens on its -p as ggml-rpc-server does, and ends on SIGTERM.
@@ -233,6 +234,25 @@ def test_an_engine_that_does_not_listen_is_not_waited_for(
             member = await lab.to_agreement()
             await member.link.send({"type": "agreed", "context_length": 256, "slots": 1, "capacity": 9})
             await failing(lab, EngineError, "ggml-rpc-server did not listen within")
+
+    run(work())
+
+
+def test_a_stop_that_comes_when_the_engine_listens_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: asyncio.Future[None]
+
+    async def connect(*_: object) -> None:
+        nonlocal opened
+        opened = asyncio.get_running_loop().create_future()
+        await opened
+
+    async def work() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect)
+        rank = PeerRank(request(rank=1), Lifecycle(lambda _: None), StopSignals())
+        engine = EngineProcess("engine", lambda _: True)
+        await never_loses_a_cancellation(
+            lambda: rank._wait_for_engine(1, engine), lambda: opened.set_result(None)
+        )
 
     run(work())
 

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
 from flare.errors import BusyError, FlareError, RankError, RemoteProtocolError, UnreachableError
+from flare.rank import join as joining
 from flare.rank import rendezvous as meeting
 from flare.rank.hello import PeerFacts, parse_hello
 from flare.rank.join import join
@@ -14,7 +17,7 @@ from flare.rank.proof import Purpose
 from flare.rank.rendezvous import Member, Rendezvous
 from flare.rank.routes import Route, connector
 from flare.strict_json import Reader
-from tests.rank.lab import FACTS, INDEX, KEY, Meeting, run, until
+from tests.rank.lab import FACTS, INDEX, KEY, Meeting, never_loses_a_cancellation, run, tcp_pair, until
 
 
 def joined(
@@ -337,6 +340,75 @@ def test_a_welcome_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
                     lab.host, lab.port, rank=1, key=KEY, facts=FACTS, remark=lambda _: None, seconds=0.2
                 )
             lab.rendezvous.held.close()  # type: ignore[attr-defined]
+
+    run(work())
+
+
+def test_a_stop_that_comes_with_the_last_rank_is_not_lost() -> None:
+    async def work() -> None:
+        async with Meeting() as lab:
+
+            def begin() -> Coroutine[Any, Any, None]:
+                lab.rendezvous._complete.clear()
+                return lab.rendezvous.meet()
+
+            await never_loses_a_cancellation(begin, lab.rendezvous._complete.set)
+
+    run(work())
+
+
+def test_a_stop_that_comes_with_the_welcome_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: asyncio.Future[dict[str, Any]]
+
+    async def receive(_link: Link) -> dict[str, Any]:
+        nonlocal came
+        came = asyncio.get_running_loop().create_future()
+        return await came
+
+    async def connected(*_: object) -> socket.socket:
+        left, right = tcp_pair()
+        others.append(right)
+        return left
+
+    async def proven(*_: object) -> bytes:
+        return b"t" * 32
+
+    others: list[socket.socket] = []
+    monkeypatch.setattr(Link, "receive", receive)
+    monkeypatch.setattr(joining, "_connect", connected)
+    monkeypatch.setattr(joining, "_prove", proven)
+
+    async def work() -> None:
+        async def begin() -> None:
+            (await join("zero", 1, rank=1, key=KEY, facts=FACTS, remark=lambda _: None))[0].close()
+
+        await never_loses_a_cancellation(begin, lambda: came.set_result({"type": "welcome"}))
+
+    run(work())
+    for other in others:
+        other.close()
+
+
+def test_a_stop_that_comes_with_the_connection_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: asyncio.Future[None]
+
+    async def connect(*_: object) -> None:
+        nonlocal opened
+        opened = asyncio.get_running_loop().create_future()
+        await opened
+
+    async def resolve(*_: object, **__: object) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))]
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "sock_connect", connect)
+        monkeypatch.setattr(loop, "getaddrinfo", resolve)
+
+        async def begin() -> None:
+            (await joining._connect("zero", 1, 5, lambda _: None)).close()
+
+        await never_loses_a_cancellation(begin, lambda: opened.set_result(None))
 
     run(work())
 
