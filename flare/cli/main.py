@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
@@ -18,7 +19,11 @@ from flare.version import VERSION
 if TYPE_CHECKING:
     from flare.errors import FlareError
 
+# 128 + SIGPIPE, as shells report `yes | head`: Python ignores that signal, and a write fails instead. Whoever
+# read our output has what it wants, so nothing is printed; `set -o pipefail` still tells that it was cut off.
+EXIT_NOBODY_READS = 141
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_STORAGE = 9  # flare.errors.StorageError, for what the system refused
 EXIT_UNSUPPORTED = 14  # flare.errors.UnsupportedError, not imported here: see the module's docstring
 
 # command -> (module, attribute, one line for `flare --help`)
@@ -74,6 +79,32 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+class _CarriedError(Exception):
+    """Carries a BrokenPipeError past click, which would end the program with the exit code 1."""
+
+    def __init__(self, problem: BrokenPipeError) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+class RootGroup(LazyGroup):
+    """The root: what ends the program is decided in `main` and nowhere else."""
+
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        """Parse the words; help is printed in here."""
+        try:
+            return super().make_context(*arguments, **extra)
+        except BrokenPipeError as problem:
+            raise _CarriedError(problem) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as problem:
+            raise _CarriedError(problem) from None
+
+
 def refuse_windows(command: str) -> NoReturn:
     """End the program with one sentence: Windows has neither the agent nor the controller."""
     click.echo(f"flare: error: `flare {command}` runs on Linux and macOS, not on Windows.", err=True)
@@ -83,7 +114,7 @@ def refuse_windows(command: str) -> NoReturn:
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(cls=LazyGroup, context_settings=CONTEXT)
+@click.group(cls=RootGroup, context_settings=CONTEXT)
 @click.version_option(VERSION, prog_name="flare", message="%(prog)s %(version)s")
 def cli() -> None:
     """Serve models that are larger than one machine.
@@ -100,22 +131,24 @@ def main(arguments: list[str] | None = None, **extra: Any) -> NoReturn:
     keep_standard_streams()
     try:
         status = cli.main(args=arguments, prog_name="flare", standalone_mode=False, **extra)
-    except click.ClickException as problem:
-        _explain_usage(problem)
-        raise SystemExit(problem.exit_code) from None
+        sys.stdout.flush()
+    except click.ClickException as wrong:
+        with _unread():
+            _explain_usage(wrong)
+        status = wrong.exit_code
     except (KeyboardInterrupt, click.Abort):
-        click.echo("flare: interrupted.", err=True)  # click has ended the line of ^C
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        _drop_output()  # whoever read it has gone
-        raise SystemExit(1) from None
-    except Exception as problem:
-        code = _explain(problem)
-        try:
-            sys.stdout.flush()
-        except OSError:
-            _drop_output()
-        raise SystemExit(code) from None
+        with _unread():
+            click.echo("flare: interrupted.", err=True)  # click has ended the line of ^C
+        status = EXIT_INTERRUPTED
+    except Exception as raised:
+        problem = raised.problem if isinstance(raised, _CarriedError) else raised
+        if _nobody_reads(problem):
+            status = EXIT_NOBODY_READS
+        else:
+            status = _exit_code(problem)
+            with _unread():
+                _explain(problem)
+    _drop_unread()
     raise SystemExit(status if isinstance(status, int) else 0)
 
 
@@ -133,9 +166,38 @@ def keep_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
-def _drop_output() -> None:
-    """Let what standard output could not take go to /dev/null: Python would complain of it while it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _nobody_reads(problem: BaseException) -> bool:
+    """Tell whether this is about our output, and not about another pipe or a socket that broke."""
+    if isinstance(problem, BaseExceptionGroup):
+        return any(map(_nobody_reads, problem.exceptions))
+    return isinstance(problem, BrokenPipeError) and any(map(_is_broken, (sys.stdout, sys.stderr)))
+
+
+def _is_broken(stream: TextIO) -> bool:
+    import select
+
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError, AttributeError):  # no descriptor at all; Windows has no poll
+        return False
+
+
+@contextmanager
+def _unread() -> Iterator[None]:
+    """Go on where an explanation cannot be printed: the exit code still tells."""
+    with suppress(OSError):
+        yield
+
+
+def _drop_unread() -> None:
+    """Let what a stream could not take go to /dev/null: Python would complain of it while it exits."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _explain_usage(problem: click.ClickException) -> None:
@@ -151,8 +213,19 @@ def _explain_usage(problem: click.ClickException) -> None:
         note(f"{context.get_usage()}\n`{context.command_path} --help` explains it.")
 
 
-def _explain(problem: Exception) -> int:
-    """Print what went wrong for a person and return the exit code; a bug of ours says so."""
+def _exit_code(problem: Exception) -> int:
+    """Return the exit code of what went wrong."""
+    from flare.errors import FlareError
+
+    if isinstance(problem, ExceptionGroup):
+        problem = _first_flare_error(problem) or problem
+    if isinstance(problem, FlareError):
+        return problem.exit_code
+    return EXIT_STORAGE if isinstance(problem, OSError) else 1
+
+
+def _explain(problem: Exception) -> None:
+    """Print what went wrong for a person; a bug of ours says so."""
     from flare.cli.output import fail
     from flare.errors import FlareError
 
@@ -164,17 +237,15 @@ def _explain(problem: Exception) -> int:
         problem = _first_flare_error(problem) or problem
     if isinstance(problem, FlareError):
         fail(problem.message)
-        return problem.exit_code
-    if isinstance(problem, OSError):
+    elif isinstance(problem, OSError):
         from flare.files import describe_os_error
 
         fail(describe_os_error(problem, "Failed at" if problem.filename else "Failed").message)
-        return 9
-    fail(
-        f"This is a fault in flare itself: {type(problem).__name__}: {problem}. "
-        "Run the command again with FLARE_TRACEBACK=1 and report what it prints."
-    )
-    return 1
+    else:
+        fail(
+            f"This is a fault in flare itself: {type(problem).__name__}: {problem}. "
+            "Run the command again with FLARE_TRACEBACK=1 and report what it prints."
+        )
 
 
 def _first_flare_error(group: BaseExceptionGroup[BaseException]) -> FlareError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from flare.cli import main as root
 from flare.errors import IntegrityError, NotFoundError
 from flare.version import VERSION
+from tests.cores.making import gguf_core
 
 
 def flare(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -200,3 +202,90 @@ def test_ctrl_c_while_the_command_line_is_still_imported(tmp_path: Path) -> None
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (130, "flare: interrupted.\n")
+
+
+def unread(
+    *words: str, streams: tuple[str, ...] = ("stdout",), environment: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Run a command whose output nobody reads; return its exit code and what it said on the other stream."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(
+        [sys.executable, "-m", "flare", *words],
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **(environment or {})},
+        stdout=writing if "stdout" in streams else subprocess.PIPE,
+        stderr=writing if "stderr" in streams else subprocess.PIPE,
+    )
+    os.close(writing)
+    return result.returncode, f"{result.stdout or ''}{result.stderr or ''}"
+
+
+def test_output_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
+    core = gguf_core(tmp_path / "core", ranks=1)
+    home = {"HOME": str(tmp_path)}
+    assert flare("publisher", "create", "me", environment=home).returncode == 0
+    for words in (
+        ("--help",),
+        ("--version",),
+        ("orbit", "run", "--help"),
+        ("completion", "bash"),
+        ("core", "show", str(core)),
+        ("core", "show", str(core), "--json"),
+        ("core", "verify", str(core), "--json"),
+        ("publisher", "show"),
+        ("agent", "reset"),
+    ):
+        assert unread(*words, environment=home) == (141, ""), words
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    for streams in (("stderr",), ("stdout", "stderr")):
+        assert unread("orbit", "ls", streams=streams, environment=home) == (11, "")
+        assert unread("orbit", "nonsense", streams=streams) == (2, "")
+    code, text = unread("orbit", "ls", environment=home)
+    assert code == 11
+    assert text.startswith("flare: error: No node is paired yet.")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_another_pipe_that_broke_is_an_error(
+    grouped: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    @click.group(cls=root.RootGroup, invoke_without_command=True)
+    def failing() -> None:
+        raise ExceptionGroup("g", [ExceptionGroup("h", [broken])]) if grouped else broken
+
+    monkeypatch.setattr(root, "cli", failing)
+    with pytest.raises(SystemExit) as caught:
+        root.main([])
+    assert caught.value.code == (1 if grouped else 9)
+    assert "Broken pipe" in capsys.readouterr().err or grouped
+
+
+def test_output_that_breaks_in_a_task_ends_quietly(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, click\n"
+        "from flare.cli import main as root, output\n"
+        "@click.group(cls=root.RootGroup, invoke_without_command=True)\n"
+        "def cli():\n"
+        "    async def main():\n"
+        "        async with asyncio.TaskGroup() as group:\n"
+        "            for _ in range(2):\n"
+        "                group.create_task(asyncio.to_thread(output.say, 'x'))\n"
+        "    asyncio.run(main())\n"
+        "root.cli = cli\n"
+        "root.main([])\n"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
