@@ -15,7 +15,8 @@ def stop(group: str | None, cluster: str | None, now: bool) -> None:
     """Stop a running group: rank zero finishes its requests, then all ranks end.
 
     GROUP is a name or a launch identifier; without it every running group of the cluster is stopped. Peers
-    that are still there 30 seconds after rank zero ended are told to stop too.
+    that are still there 30 seconds after rank zero ended are told to stop too. Ctrl-C takes nothing back: the
+    nodes go on with it.
 
     \b
     Example:  flare orbit stop glm53

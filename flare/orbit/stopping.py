@@ -33,11 +33,14 @@ async def stop_group(
 ) -> None:
     """Stop one launch: STOP to rank zero, wait for its EXIT, then STOP to peers that stayed.
 
+    When it is cancelled (Ctrl-C), the nodes go on with what they were asked.
+
     Args:
         name, launch: the group's name and the launch's identifier.
         members: (rank, node) of every rank that is to stop.
         now: do not drain: end requests at once, and do not wait for peers.
-        announce: tell how each rank ended; not wanted where its output is followed anyway.
+        announce: tell how each rank ended, and what goes on when this is cancelled; not wanted where the
+            output is followed anyway.
         peer_grace: seconds that peers get to leave by themselves.
 
     Raises:
@@ -46,13 +49,18 @@ async def stop_group(
     zero = [(rank, node) for rank, node in members if rank == 0]
     peers = [(rank, node) for rank, node in members if rank != 0]
     stopper = _Stopper(client, name, launch, now=now, announce=announce)
-    for rank, node in zero:
-        await stopper.stop(rank, node)
-    if peers and not now and not stopper.problems:
-        peers = await stopper.left_behind(peers, peer_grace if zero else 0.0)
-        # Requests live at rank zero: once it has ended, a peer that stays has nothing to finish.
-        stopper.now = bool(zero)
-    await asyncio.gather(*(stopper.stop(rank, node) for rank, node in peers))
+    try:
+        for rank, node in zero:
+            await stopper.stop(rank, node)
+        if peers and not now and not stopper.problems:
+            peers = await stopper.left_behind(peers, peer_grace if zero else 0.0)
+            # Requests live at rank zero: once it has ended, a peer that stays has nothing to finish.
+            stopper.now = bool(zero)
+        await asyncio.gather(*(stopper.stop(rank, node) for rank, node in peers))
+    except asyncio.CancelledError:
+        if announce:
+            stopper.tell_what_goes_on()
+        raise
     if stopper.problems:
         raise UnreachableError(
             f"Not all of {name} could be stopped:\n"
@@ -72,11 +80,24 @@ class _Stopper:
         self.now = now
         self.announce = announce
         self.problems: list[str] = []
+        self.asked: list[str] = []
+
+    def tell_what_goes_on(self) -> None:
+        """Say what a person who left will find."""
+        if not self.asked:
+            self.reporter.warn(f"Left before {self.name} was asked to stop: it runs on.")
+            return
+        self.reporter.warn(
+            f"Left while {self.name} stops. Its nodes go on with it: {', '.join(self.asked)}"
+            f"{'' if self.now else ' to finish running requests and end'}. Look with `flare orbit ls`, hurry "
+            f"it with `flare orbit stop {self.name} --now`."
+        )
 
     async def stop(self, rank: int, node: NodeEntry) -> None:
         where = f"rank {rank} on {node.name}"
         try:
             async with self.client.session(node) as session:
+                self.asked.append(f"{where} was asked{' to end at once' if self.now else ''}")
                 await session.request(Stop(group=self.launch, now=self.now))
                 self.reporter.note(f"{self.name}: asked {where} to stop{' at once' if self.now else ''}.")
                 message = await self._wait_for_exit(session, where)

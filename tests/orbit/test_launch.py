@@ -120,6 +120,25 @@ def test_ctrl_c_twice_leaves_at_once_and_says_what_remains(orbit: Lab, tmp_path:
     assert states(orbit)["tiny"] != "running"
 
 
+def test_ctrl_c_while_a_group_drains_says_that_it_goes_on(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    core = make_core(tmp_path / "core", ranks=1)
+    with orbit.running("orbit", "run", str(core), "--served-name", "slow", *TRUST) as group:
+        read_until(group, "] serving")
+        with orbit.running("orbit", "stop") as process:
+            read_until(process, "asked rank 0 on maxwell to stop")
+            process.send_signal(signal.SIGINT)
+            rest = "".join(read_until(process, "interrupted"))
+            assert process.wait(timeout=60) == 130
+        assert (
+            "Left while tiny stops. Its nodes go on with it: rank 0 on maxwell was asked to finish running "
+            "requests and end. Look with `flare orbit ls`, hurry it with `flare orbit stop tiny --now`."
+        ) in rest
+        assert "Traceback" not in rest
+        read_until(group, "draining")
+        assert orbit.flare("orbit", "stop", "tiny", "--now").code == 0
+
+
 def test_ctrl_c_during_an_upload_starts_nothing(orbit: Lab, tmp_path: Path) -> None:
     orbit.paired("maxwell")
     core = make_core(tmp_path / "core", ranks=1, size=120 * MIB)

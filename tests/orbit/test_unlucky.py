@@ -62,6 +62,7 @@ from flare_workers.spawner import start
 from tests.cores.making import PUBLISHER, write_core
 from tests.orbit.builders import answer, group_report, node_entry
 from tests.orbit.fake_node import client_of, fake_node, hang_up, say
+from tests.session.parties import answering
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -275,6 +276,48 @@ def test_every_group_that_cannot_be_stopped_is_named(tmp_path: Path) -> None:
                 await stop(client, [node], None, now=False)
             assert "Not all of a could be stopped" in caught.value.message
             assert "Not all of b could be stopped" in caught.value.message
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("now", "said"), [(False, "to finish running requests"), (True, "to end at once")])
+def test_who_leaves_a_stop_hears_what_goes_on(tmp_path: Path, now: bool, said: str) -> None:
+    async def scenario() -> None:
+        asked, connected = asyncio.Event(), asyncio.Event()
+
+        async def drain(session: Session, request: Message) -> None:
+            await session.send(StopReply())
+            asked.set()
+            await asyncio.Event().wait()
+
+        async def silent(sock: socket.socket) -> None:
+            connected.set()
+            await asyncio.Event().wait()
+
+        async with fake_node({Stop: drain}) as node:
+            client, reporter = client_of(tmp_path, [node])
+            for announce in (True, False):
+                stopping = asyncio.create_task(
+                    stop_group(client, "glm", "glm-1", [(0, node)], now=now, announce=announce)
+                )
+                await asked.wait()
+                asked.clear()
+                stopping.cancel()
+                await asyncio.gather(stopping, return_exceptions=True)
+                assert stopping.cancelled()
+        [warning] = reporter.warnings
+        assert f"rank 0 on maxwell was asked {said}" in warning
+        assert "`flare orbit ls`" in warning
+        assert "`flare orbit stop glm --now`" in warning
+
+        async with answering(silent) as port:
+            slow = replace(node, address=f"127.0.0.1:{port}")
+            client, reporter = client_of(tmp_path / "other", [slow])
+            stopping = asyncio.create_task(stop_group(client, "glm", "glm-1", [(0, slow)], now=now))
+            await connected.wait()
+            stopping.cancel()
+            await asyncio.gather(stopping, return_exceptions=True)
+        assert reporter.warnings == ["Left before glm was asked to stop: it runs on."]
 
     run(scenario())
 
