@@ -34,6 +34,8 @@ from flare.sizes import parse_size
 DEFAULT_PORT = 29900  # the specification's port for agents
 DEFAULT_LISTEN = f"[::]:{DEFAULT_PORT}"  # dual stack: IPv4 arrives there too
 DEFAULT_STALL_TIMEOUT = 120.0  # seconds without a byte before a payload stream fails
+# What [engines] may name: what this version runs. It stands here because flare.engines reads these settings.
+ENGINES = ("llama.cpp",)
 MAX_SETTINGS_FILE = 1 << 20  # a settings file of a megabyte is a mistake
 
 
@@ -94,6 +96,11 @@ class _Checker:
         self.known(agent, "agent.", ("listen", "cache_limit", "resume_transfers", "stall_timeout"))
         self.known(fabric, "fabric.", ("interfaces",))
         self.known(places, "paths.", ("core_cache",))
+        for name, value in engines.items():
+            if isinstance(value, dict):  # TOML takes the dot in a bare llama.cpp for a table in a table
+                problem = 'must be a path; write a name with a dot in quotes: "llama.cpp" = "/folder"'
+                raise self.fail(f'"engines.{name}"', problem)
+        self.known(engines, "engines.", ENGINES)
         return Settings(
             agent=AgentSettings(
                 listen=self.typed(agent, "agent.", "listen", str, DEFAULT_LISTEN),

@@ -67,6 +67,16 @@ def test_every_value(tmp_path: Path) -> None:
         ('[agent]\ncache_limit = "many"', "must be a size"),
         ("[agent]\nstall_timeout = 0", "above zero"),
         ('[fabric]\ninterfaces = "eth1"', "must be a list"),
+        ('[engines]\nvllm = "/opt"', 'the key "engines.vllm" is not known; known are llama.cpp.'),
+        (
+            '[engines]\n"llama-cpp" = "/opt"',
+            '"engines.llama-cpp" is not known; did you mean "engines.llama.cpp"?',
+        ),
+        (
+            '[engines]\nllama.cpp = "/opt"',
+            '"engines.llama" must be a path; write a name with a dot in quotes',
+        ),
+        ('[engines]\n"llama.cpp" = 1', '"engines.llama.cpp" must be text'),
         ('[paths]\ncore_cache = "relative"', "must be an absolute path"),
     ],
 )

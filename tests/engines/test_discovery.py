@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from flare.engines.discovery import find_engine, installed_engines
+from flare.engines.discovery import BINARIES, find_engine, installed_engines
 from flare.errors import ConfigError, EngineError
 from flare.paths import Paths
-from flare.settings import Settings
+from flare.settings import ENGINES, Settings
 
 
 @pytest.fixture
@@ -22,6 +22,10 @@ def programs(folder: Path, *names: str) -> Path:
         (folder / name).write_text("#!/bin/sh\n")
         (folder / name).chmod(0o755)
     return folder
+
+
+def test_the_settings_know_every_engine() -> None:
+    assert tuple(BINARIES) == ENGINES
 
 
 def record(paths: Paths, **changes: object) -> Path:
