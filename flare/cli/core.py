@@ -24,13 +24,19 @@ def show(path: str, as_json: bool) -> None:
 
     from flare.cli.output import human_bytes, print_json, say, table
     from flare.cores.primary import load_primary
-    from flare.cores.publisher_keys import load_trust_store
+    from flare.cores.publisher_keys import load_trust_store, own_publishers
     from flare.paths import Paths
 
     primary = load_primary(Path(path))
-    accepted = load_trust_store(Paths.from_environment()).find(primary.fingerprint)
+    paths = Paths.from_environment()
+    own = own_publishers(paths).get(primary.fingerprint)
+    accepted = load_trust_store(paths).find(primary.fingerprint)
+    if own is not None:
+        publisher = f"{own.name}, your own"
+    else:
+        publisher = f"{accepted.name}, accepted here" if accepted is not None else "not accepted here"
     if as_json:
-        print_json(_described(primary, accepted is not None))
+        print_json(_described(primary, accepted=accepted is not None or own is not None, own=own is not None))
         return
     index = primary.index
     for label, value in (
@@ -40,7 +46,7 @@ def show(path: str, as_json: bool) -> None:
         ("revision", index.revision),
         ("layout", f"{index.layout}, {index.ranks} rank(s)"),
         ("export", index.export.hex()),
-        ("publisher", f"{accepted.name}, accepted here" if accepted else "not accepted here"),
+        ("publisher", publisher),
         ("fingerprint", primary.fingerprint),
         ("size", f"{human_bytes(index.total_bytes)} in {len(index.files)} file(s)"),
     ):
@@ -93,7 +99,7 @@ def verify(path: str, as_json: bool) -> None:
     )
 
 
-def _described(primary: Primary, accepted: bool) -> dict[str, Any]:
+def _described(primary: Primary, *, accepted: bool, own: bool) -> dict[str, Any]:
     index = primary.index
     return {
         "primary": str(primary.path),
@@ -110,6 +116,7 @@ def _described(primary: Primary, accepted: bool) -> dict[str, Any]:
             "public_key": primary.publisher.hex(),
             "fingerprint": primary.fingerprint,
             "accepted": accepted,
+            "own": own,
         },
         "bytes": index.total_bytes,
         "device_bytes": list(index.device_bytes),

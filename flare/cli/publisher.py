@@ -118,7 +118,7 @@ def list_publishers(as_json: bool) -> None:
     if as_json:
         print_json({"own": [*map(_described, own)], "accepted": [*map(_described, store.publishers)]})
         return
-    rows = [(each.name, "own", _yes(store.accepts(each.fingerprint)), each.fingerprint) for each in own]
+    rows = [(each.name, "own", "yes", each.fingerprint) for each in own]  # nobody is asked about them
     ours = {each.fingerprint for each in own}
     rows += [
         (each.name, "other", "yes", each.fingerprint)
@@ -132,10 +132,6 @@ def list_publishers(as_json: bool) -> None:
             "No publishers yet. `flare publisher create NAME` makes one, "
             "`flare publisher accept PROFILE` takes another's."
         )
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _described(profile: object) -> dict[str, str]:

@@ -199,9 +199,14 @@ def _accepted(
 
     A rank that an agent started trusts exactly the publisher that the controller accepted and passed.
     """
-    from flare.cli.output import confirm, note
+    from flare.cli.output import confirm, note, warn
     from flare.cores.primary import load_primary
-    from flare.cores.publisher_keys import accept_publisher, ask_acceptance, load_trust_store
+    from flare.cores.publisher_keys import (
+        accept_publisher,
+        ask_acceptance,
+        load_trust_store,
+        own_publishers,
+    )
     from flare.errors import ConfigError
     from flare.files import read_bounded
     from flare.rank.launch import Accepted
@@ -212,15 +217,19 @@ def _accepted(
         read = PublisherProfile.from_text(data.decode("utf-8", "replace"))
         return Accepted(frozenset({read.fingerprint}))
     store = load_trust_store(paths)
-    known = {publisher.fingerprint for publisher in store.publishers}
+    problems: list[str] = []
+    own = own_publishers(paths, problems.append)
+    known = {*own, *(publisher.fingerprint for publisher in store.publishers)}
     if fingerprint is not None:
         known.add(fingerprint.lower())
     if core is None:
         return Accepted(frozenset(known))
     primary = load_primary(core)
     if primary.fingerprint not in known:
+        for problem in problems:  # it may be the key that signed
+            warn(f"A publisher's key of this account does not count. {problem}")
         ask_acceptance(core, primary.fingerprint, confirm)
-    if not store.accepts(primary.fingerprint):
+    if primary.fingerprint not in own and not store.accepts(primary.fingerprint):
         accept_publisher(paths, PublisherProfile(f"publisher-{primary.fingerprint[:12]}", primary.publisher))
         note(f"Accepted the publisher {primary.fingerprint} (kept in {paths.trust_store}).")
     return Accepted(frozenset({*known, primary.fingerprint}))

@@ -64,23 +64,23 @@ def load_publisher(paths: Paths, name: str | None, *, word: str = "--publisher N
     return name, Identity.load(paths.publisher_keys / f"{name}{KEY_SUFFIX}", "The publisher's key")
 
 
-def own_publisher(
-    paths: Paths, fingerprint: str, passed_over: Callable[[str], None] = lambda problem: None
-) -> PublisherProfile | None:
-    """Return the profile of the publisher with that fingerprint, if its key lies in this account.
+def own_publishers(
+    paths: Paths, passed_over: Callable[[str], None] = lambda problem: None
+) -> dict[str, PublisherProfile]:
+    """Return fingerprint -> profile of every publisher whose key lies in this account: who holds it may sign.
 
     Args:
         passed_over: told why a key file says nothing about who signed: damaged, or open to others.
     """
+    found = {}
     for name in publisher_names(paths):
         try:
             _, identity = load_publisher(paths, name)
         except FlareError as problem:
             passed_over(problem.message)
-            continue
-        if identity.fingerprint == fingerprint:
-            return PublisherProfile(name, identity.public_key)
-    return None
+        else:
+            found[identity.fingerprint] = PublisherProfile(name, identity.public_key)
+    return found
 
 
 def load_trust_store(paths: Paths, file: Path | None = None) -> TrustStore:

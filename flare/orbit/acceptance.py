@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flare.cores.publisher_keys import accept_publisher as store_accepted
-from flare.cores.publisher_keys import ask_acceptance, load_trust_store, own_publisher
+from flare.cores.publisher_keys import ask_acceptance, load_trust_store, own_publishers
 from flare.errors import ConfigError, TrustError
 from flare.files import read_bounded
 from flare.orbit.controller import Controller
@@ -89,7 +89,7 @@ def _known(
             return profile, False
     store = load_trust_store(controller.paths, trust_store)
     problems: list[str] = []
-    own = own_publisher(controller.paths, fingerprint, problems.append)
+    own = own_publishers(controller.paths, problems.append).get(fingerprint)
     known = own or store.find(fingerprint)
     for problem in problems if known is None else ():  # it may be the key that signed
         controller.reporter.warn(f"A publisher's key of this account does not count. {problem}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flare.cores.publisher_keys import accept_publisher
+from flare.files import ensure_private_folder, write_atomic
 from flare.paths import Paths
 from flare.trust.publishers import PublisherProfile
 from tests.cli.calling import call, live_in
@@ -36,11 +37,25 @@ def test_show(capsys: Capture, tmp_path: Path) -> None:
     assert "acme, accepted here" in call(capsys, "core", "show", str(path))[1]
 
 
+def test_a_core_of_ones_own_is_accepted_before_it_was_ever_used(capsys: Capture, tmp_path: Path) -> None:
+    path = gguf_core(tmp_path / "core")
+    paths = Paths.from_environment()
+    ensure_private_folder(paths.publisher_keys)
+    write_atomic(paths.publisher_keys / "house.key", PUBLISHER.private_pem())
+    out = call(capsys, "core", "show", str(path))[1]
+    assert "publisher    house, your own\n" in out
+    described = json.loads(call(capsys, "core", "show", str(path), "--json")[1])["publisher"]
+    assert (described["accepted"], described["own"]) == (True, True)
+    assert not paths.trust_store.exists()  # looking accepts nothing
+    (paths.publisher_keys / "house.key").chmod(0o644)
+    assert "not accepted here" in call(capsys, "core", "show", str(path))[1]
+
+
 def test_show_as_json(capsys: Capture, tmp_path: Path) -> None:
     path = gguf_core(tmp_path)
     described = json.loads(call(capsys, "core", "show", str(path), "--json")[1])
     assert described["model"] == "Tiny"
-    assert described["publisher"]["accepted"] is False
+    assert (described["publisher"]["accepted"], described["publisher"]["own"]) == (False, False)
     assert described["rank_bytes"] == [described["bytes"], 0]
     assert [file["path"] for file in described["files"]] == ["model/Tiny.gguf"]
     assert described["primary_bytes"] == path.stat().st_size

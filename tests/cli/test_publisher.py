@@ -135,7 +135,7 @@ def test_list(capsys: Capture, tmp_path: Path) -> None:
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert rows[0] == ["NAME", "KEY", "ACCEPTED", "FINGERPRINT"]
-    assert rows[1][:3] == ["mine", "own", "no"]
+    assert rows[1][:3] == ["mine", "own", "yes"]
     assert rows[2] == ["acme", "other", "yes", ACME.fingerprint]
     listed = json.loads(call(capsys, "publisher", "list", "--json")[1])
     assert [each["name"] for each in listed["own"]] == ["mine"]

@@ -10,6 +10,7 @@ import pytest
 from flare.cli import serving
 from flare.cli.run import run
 from flare.cores.publisher_keys import load_trust_store
+from flare.files import ensure_private_folder, write_atomic
 from flare.paths import Paths
 from flare.trust.publishers import PublisherProfile
 from tests.cli.calling import call, live_in
@@ -103,6 +104,18 @@ def test_a_publisher_is_accepted_once(capsys: pytest.CaptureFixture[str], core: 
     assert (code, err) == (8, "")
     assert "failed: The engine llama.cpp is not installed on this node" in out
     assert "flare engine install llama.cpp" in out
+
+
+def test_ones_own_publisher_needs_no_question(capsys: pytest.CaptureFixture[str], core: Path) -> None:
+    paths = Paths.from_environment()
+    ensure_private_folder(paths.publisher_keys)
+    key = paths.publisher_keys / "house.key"
+    write_atomic(key, PUBLISHER.private_pem())
+    assert call(capsys, "run", str(core))[0] == 8
+    key.chmod(0o644)
+    code, _, err = call(capsys, "run", str(core))
+    assert code == 5
+    assert f"Run `chmod 600 {key}`" in err
 
 
 @pytest.mark.parametrize(("answer", "code"), [(True, 8), (False, 5)])
