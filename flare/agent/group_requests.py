@@ -175,6 +175,7 @@ async def stop(node: Node, session: Session, request: messages.Stop) -> None:
         if not ended:
             # It may be on its way here: a launch that was given up must not start afterwards.
             node.ranks.stopped_before(request.group)
+            node.transfers.stop(request.group)
             raise
         rank = ended[0]
     stopping = asyncio.create_task(node.ranks.stop(rank, now=request.now))

@@ -28,8 +28,9 @@ from flare.errors import (
     UnreachableError,
 )
 from flare.session import Session
-from flare.wire.messages import Controllers, Get, Put, Status, TransferProgress, TransferReply
+from flare.wire.messages import Controllers, Get, Put, Status, Stop, TransferProgress, TransferReply
 from tests.agent.transfer_world import (
+    LAUNCH,
     MIB,
     Gate,
     Push,
@@ -367,6 +368,55 @@ def test_one_of_two_that_wait_leaves(pair: tuple[Agent, Agent], controller: Peer
                     port = first.local_address[1]
                     await stack.aclose()
                     await until(lambda: port not in connected_ports(destination))
+                    gate.open()
+                    assert (await outcome(second)).verified
+
+    drive(scenario())
+    push.same(destination)
+
+
+def test_a_launch_that_is_stopped(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = pair
+    push = a_push(pair, controller, tmp_path, 32 * MIB)
+
+    async def scenario() -> None:
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            async with asking(push, destination) as session:
+                await gate.at_limit.wait()
+                with pytest.raises(NotFoundError):
+                    await controller.ask(destination, Stop(LAUNCH))
+                with pytest.raises(ConflictError, match="was stopped while its bytes came"):
+                    await outcome(session)
+                await asyncio.to_thread(nothing_left, destination)  # before the answer, as after any failure
+            with pytest.raises(ConflictError, match="was stopped on this node already"):
+                await push.ask(destination)
+            gate.open()
+            push.grant = replace(push.grant, launch="push-20261130T120000Z-0002")
+            await push.ask(destination)
+
+    drive(scenario())
+    push.same(destination)
+
+
+def test_another_launch_that_waits_for_the_same_bytes_gets_them(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    source, destination = pair
+    push = a_push(pair, controller, tmp_path, 32 * MIB)
+
+    async def scenario() -> None:
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            async with asking(push, destination) as first:
+                await gate.at_limit.wait()
+                push.grant = replace(push.grant, launch="push-20261130T120000Z-0002")
+                async with asking(push, destination) as second:
+                    await second.receive(TransferProgress, timeout=60)  # it has joined
+                    with pytest.raises(NotFoundError):
+                        await controller.ask(destination, Stop(LAUNCH))
+                    with pytest.raises(ConflictError, match="was stopped while its bytes came"):
+                        await outcome(first)
                     gate.open()
                     assert (await outcome(second)).verified
 

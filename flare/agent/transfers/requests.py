@@ -13,7 +13,7 @@ from flare.agent.transfers.intake import Intake, Order
 from flare.agent.transfers.route import Route
 from flare.agent.transfers.running import Progress
 from flare.agent.transfers.waiting import settled
-from flare.errors import ForbiddenError, RemoteProtocolError
+from flare.errors import ConflictError, ForbiddenError, RemoteProtocolError
 from flare.session import Session
 from flare.trust.grants import CheckedGrant, check_transfer
 from flare.wire.messages import Transfer, TransferProgress, TransferReply
@@ -34,11 +34,14 @@ async def transfer(node: Node, session: Session, request: Transfer) -> None:
         now=int(node.wall_clock()),
         seen=node.ranks.was_stopped,
     )
-    order = _order(node, request, checked)
-    publisher = checked.grant.package.publisher
-    await asyncio.to_thread(node.cache.store_profile, request.publisher, publisher)
-    node.remember_grant(checked.grant, request.grant.signer)
-    await while_connected(session, _carry_out(node, session, order), "a transfer")
+    launch = checked.grant.launch
+    # From the check on without an await: a STOP comes either before it or to this.
+    with node.transfers.of_launch(launch) as stopped:
+        order = _order(node, request, checked)
+        publisher = checked.grant.package.publisher
+        await asyncio.to_thread(node.cache.store_profile, request.publisher, publisher)
+        node.remember_grant(checked.grant, request.grant.signer)
+        await while_connected(session, _carry_out(node, session, order, launch, stopped), "a transfer")
 
 
 def _order(node: Node, request: Transfer, checked: CheckedGrant) -> Order:
@@ -70,17 +73,28 @@ def wish_of(order: Order) -> Hashable:
     return (order.package.index_sha256, order.package.publisher, order.asked)
 
 
-async def _carry_out(node: Node, session: Session, order: Order) -> None:
+async def _carry_out(node: Node, session: Session, order: Order, launch: str, stopped: asyncio.Event) -> None:
+    """Wait for the bytes and reply, or give them up.
+
+    Raises:
+        ConflictError: the launch was stopped meanwhile.
+        FlareError: the transfer failed.
+    """
     shown: list[Progress] = []
 
     async def work(progress: Progress) -> TransferReply:
         return await Intake(node, order, progress).run()
 
     joining = asyncio.create_task(node.transfers.join(str(order.entry), wish_of(order), work, shown.append))
+    stopping = asyncio.create_task(stopped.wait())
     told: tuple[int, int, int | None] = (0, 0, None)
     try:
         while not joining.done():
-            await asyncio.wait({joining}, timeout=PROGRESS_INTERVAL)
+            await asyncio.wait(
+                {joining, stopping}, timeout=PROGRESS_INTERVAL, return_when=asyncio.FIRST_COMPLETED
+            )
+            if stopped.is_set() and not joining.done():
+                raise ConflictError(f"The launch {launch} was stopped while its bytes came. Start it anew.")
             for progress in shown[-1:]:
                 now = (progress.transferred, progress.verified, progress.total)
                 if now != told and session.hello.transfer_progress and not joining.done():
@@ -88,6 +102,7 @@ async def _carry_out(node: Node, session: Session, order: Order) -> None:
                     told = now
         reply = joining.result()
     finally:
+        stopping.cancel()
         joining.cancel()
         await settled(joining)
     await session.send(reply)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+import contextlib
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -50,6 +51,25 @@ class Transfers:
     def __init__(self) -> None:
         self.signers: WeakKeyDictionary[Session, bytes] = WeakKeyDictionary()
         self._running: dict[str, _Running] = {}
+        self._launches: dict[str, set[asyncio.Event]] = {}
+
+    @contextlib.contextmanager
+    def of_launch(self, launch: str) -> Iterator[asyncio.Event]:
+        """Yield what is set when the launch that bytes are fetched for is stopped meanwhile."""
+        stopped = asyncio.Event()
+        events = self._launches.setdefault(launch, set())
+        events.add(stopped)
+        try:
+            yield stopped
+        finally:
+            events.discard(stopped)
+            if not events:
+                del self._launches[launch]
+
+    def stop(self, launch: str) -> None:
+        """End what is fetched for a launch; what somebody else waits for too goes on."""
+        for stopped in self._launches.get(launch, ()):
+            stopped.set()
 
     async def join(
         self, directory: str, asked: Hashable, work: Work, watch: Callable[[Progress], None]
