@@ -19,11 +19,13 @@ from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, FileStamp, Marker, re
 from flare.cores.primary import load_primary_isolated
 from flare.errors import FlareError
 from flare.files import describe_os_error
+from flare.strict_json import canonical
 from flare.wire.messages import CachedFile, CoreReport
 
 MAX_REMEMBERED = 256  # indexes whose digest is kept; more cores than that are read again
-MAX_REPORTED_FILES = 10_000  # of all cores: some 120 bytes each, and STATUS has 4 MiB for everything
-MAX_REPORTED_CORES = 2048  # the same reason; placement looks at names, which come first
+# Bytes of what STATUS says of cores, some 15,000 files: it has 4 MiB, and what it says of runs may take 2.
+MAX_CORES = 1536 * 1024
+MAX_EXAMINED = 2048  # directories; each costs the reading of a marker and a look at its files
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,40 @@ _known: OrderedDict[FileStamp, Signed] = OrderedDict()  # one parse a file is en
 
 
 async def inventory(cache: Cache) -> tuple[CoreReport, ...]:
-    """Return one report a core directory, by name; only as many files as STATUS can carry."""
+    """Return one report a core directory, by name; as many as STATUS can carry.
+
+    A core is told of with all its files or not at all: half of it would be taken for one that lacks files. Of
+    too many, verified ones come first, and of those the most recently used.
+    """
     found = await asyncio.to_thread(_scan, cache)
-    reports = []
-    room = MAX_REPORTED_FILES
-    for folder, entry, marker_name in found[:MAX_REPORTED_CORES]:
-        report = await _report(folder, entry, marker_name, room)
-        room -= len(report.files)
-        reports.append(report)
-    return tuple(reports)
+    newest = await asyncio.to_thread(sorted, enumerate(found), key=lambda each: -_used_at(each[1][0]))
+    room = {True: MAX_CORES, False: MAX_CORES}
+    kept: dict[bool, list[tuple[int, int, CoreReport]]] = {True: [], False: []}
+    for place, (folder, entry, marker_name) in newest[:MAX_EXAMINED]:
+        report = await _report(folder, entry, marker_name)
+        size = await asyncio.to_thread(_size, report)
+        if size <= room[report.verified]:
+            room[report.verified] -= size
+            kept[report.verified].append((place, size, report))
+    left = room[True]
+    for place, size, report in kept[False]:
+        if size <= left:
+            left -= size
+            kept[True].append((place, size, report))
+    return tuple(report for _, _, report in sorted(kept[True], key=lambda each: each[0]))
+
+
+def _used_at(folder: Path) -> float:
+    """Return when a core directory was last used or changed; pins touch it."""
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0  # evicted while we looked
+
+
+def _size(report: CoreReport) -> int:
+    """Return the bytes that a report takes in a body, with the comma behind it."""
+    return len(canonical(report.to_json())) + 1
 
 
 def _scan(cache: Cache) -> list[tuple[Path, Entry, str]]:
@@ -67,7 +94,7 @@ def _scan(cache: Cache) -> list[tuple[Path, Entry, str]]:
     return found
 
 
-async def _report(folder: Path, entry: Entry, marker_name: str, room: int) -> CoreReport:
+async def _report(folder: Path, entry: Entry, marker_name: str) -> CoreReport:
     files, marker, verified = await asyncio.to_thread(_examine, folder, marker_name)
     if marker is not None and marker.publisher is not None:
         signed: Signed | None = Signed(marker.index_sha256, marker.publisher)
@@ -78,7 +105,7 @@ async def _report(folder: Path, entry: Entry, marker_name: str, room: int) -> Co
         name=str(entry),
         export=entry.export,
         index_sha256=marker.index_sha256 if marker is not None else index,
-        files=tuple(files[:room]),
+        files=tuple(files),
         verified=verified,
         bytes=sum(file.bytes_on_disk for file in files),
         publisher=signed.publisher if signed is not None else None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from flare.agent.gpus import Reading
 from flare.agent.inventory import inventory
@@ -12,12 +13,14 @@ from flare.agent.node import Node
 from flare.errors import UnreachableError
 from flare.fabric.endpoints import Endpoint, read_endpoints
 from flare.session import Session, parse_address
+from flare.strict_json import canonical
 from flare.wire.messages import (
     EndpointReport,
     Fabric,
     FabricReply,
     GpuReport,
     GroupMetrics,
+    GroupReport,
     LinkReport,
     Metrics,
     MetricsReply,
@@ -27,6 +30,8 @@ from flare.wire.messages import (
 
 FIRST_RENDEZVOUS_PORT = 29800  # the specification's example; upwards from there the first free one is offered
 RENDEZVOUS_PORTS = 64  # ports that are looked at
+# Bytes of all documents in METRICS, thousands as they are: it has 4 MiB, and what it says of runs may take 2.
+MAX_DOCUMENTS = 1536 * 1024
 
 
 async def status(node: Node, session: Session, request: Status) -> None:
@@ -53,12 +58,33 @@ async def status(node: Node, session: Session, request: Status) -> None:
 
 async def metrics(node: Node, session: Session, request: Metrics) -> None:
     """Report the sampler's last readings and documents."""
-    groups = []
-    for report in node.ranks.reports():
-        document, age = node.sampler.document(report.launch) or (None, None)
-        groups.append(GroupMetrics(report, document, age))
     gpus = tuple(_gpu(node, reading, with_metrics=True) for reading in node.sampler.readings)
-    await session.send(MetricsReply(gpus=gpus, groups=tuple(groups)))
+    groups = with_documents(node.ranks.reports(), node.sampler.document)
+    await session.send(MetricsReply(gpus=gpus, groups=groups))
+
+
+def with_documents(
+    reports: Sequence[GroupReport], document_of: Callable[[str], tuple[Mapping[str, Any], float] | None]
+) -> tuple[GroupMetrics, ...]:
+    """Add their last documents to what METRICS says of runs; as many as it can carry, whole or not at all.
+
+    Of too many those of what runs come first, and of those the newest.
+
+    Args:
+        reports: oldest first.
+        document_of: gives a launch's document and its age in seconds.
+    """
+    room = MAX_DOCUMENTS
+    told = {}
+    newest = [*reversed(reports)]
+    for report in sorted(newest, key=lambda report: report.state != "running"):
+        document, age = document_of(report.launch) or (None, None)
+        size = 0 if document is None else len(canonical(document))
+        if size > room:
+            document, age, size = None, None, 0
+        room -= size
+        told[report.launch] = GroupMetrics(report, document, age)
+    return tuple(told[report.launch] for report in reports)
 
 
 async def fabric(node: Node, session: Session, request: Fabric) -> None:
