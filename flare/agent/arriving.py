@@ -170,11 +170,18 @@ class Arrivals:
             self._files[place] = file
         if file.size != size or file.publisher != replacing:
             what = "with another size" if file.size != size else "from another publisher"
-            raise ConflictError(f"{place.path} is being received {what}.")
+            raise ConflictError(
+                f"{place.path} is being received {what}: another command or controller uploads it to this "
+                "node now. Run this one again when that is done."
+            )
         if file.failed:
             raise BusyError(f"{place.path} is being given up after a failure. Send it again in a moment.")
         if any(active.intersection(ranges).runs for active in file.active):
-            raise BusyError(f"Another stream writes the same bytes of {place.path}.")
+            what = place.path if place.entry is None else f"{place.path} of the core {place.entry.export}"
+            raise BusyError(
+                f"Another command or controller uploads {what} to this node now. Run this one again when "
+                "that is done: what is there then is not sent again."
+            )
         # Bytes that came before and come again, from a controller that starts over, are not there meanwhile.
         file.done = file.done.difference(ranges)
         file.active.append(ranges)

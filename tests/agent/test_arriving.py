@@ -11,7 +11,7 @@ import pytest
 from flare.agent import arriving
 from flare.agent.arriving import Arrivals
 from flare.agent.cache import Cache, Entry
-from flare.errors import BusyError, IdentityError, TransferError
+from flare.errors import BusyError, ConflictError, IdentityError, TransferError
 from flare.paths import Paths
 from flare_workers.ranges import Ranges
 from tests.agent.world import drive
@@ -55,6 +55,26 @@ def test_one_failed_share_gives_the_file_up(cache: Cache) -> None:
         assert await arrivals.begin(place, 100, Ranges.whole(100)) is not None
         arrivals.close()
         assert left(cache) == 0
+
+    drive(scenario())
+
+
+def test_who_uploads_at_the_same_time_hears_what_to_do(cache: Cache) -> None:
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        place = cache.place("core", f"{ENTRY}/core.safetensors")
+        first = await arrivals.begin(place, 100, Ranges.whole(100))
+        assert first is not None
+        with pytest.raises(BusyError) as refused:
+            await arrivals.begin(place, 100, Ranges.of(((0, 50),)))
+        assert refused.value.message == (
+            f"Another command or controller uploads core.safetensors of the core {ENTRY.export} to this node "
+            "now. Run this one again when that is done: what is there then is not sent again."
+        )
+        with pytest.raises(ConflictError, match=r"with another size: .* Run this one again when"):
+            await arrivals.begin(place, 90, Ranges.whole(90))
+        await first.finish()  # the refusals did not disturb it
+        assert await arrivals.begin(place, 100, Ranges.of(((0, 50),))) is None
 
     drive(scenario())
 

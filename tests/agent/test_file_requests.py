@@ -235,9 +235,9 @@ def test_two_streams_for_the_same_bytes(paired: Agent, controller: Peer) -> None
     async def scenario() -> None:
         async with controller.session(paired) as first:
             await first.request(Put(kind="core", name=name, size=len(data)))
-            with pytest.raises(BusyError, match="Another stream writes the same bytes"):
+            with pytest.raises(BusyError, match=r"Another command or controller uploads .* to this node now"):
                 await put(controller, paired, "core", name, data, ((MIB, MIB),))
-            with pytest.raises(ConflictError, match="being received with another size"):
+            with pytest.raises(ConflictError, match="being received with another size: another command"):
                 await put(controller, paired, "core", name, data[:-1])
             await first.send_data(data)
             await first.receive(PutDone)
