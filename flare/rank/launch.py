@@ -28,6 +28,7 @@ from flare.rank.proof import INSECURE_KEY
 from flare.rank.sockets import describe, is_unanswered
 from flare.serving_options import ServingOptions
 from flare.settings import Settings
+from flare.system import take_signals
 from flare_workers.ranges import Ranges
 
 SECOND_SIGNAL_AFTER: Final = 2.0
@@ -110,10 +111,8 @@ class StopSignals:
         self._first = 0.0
 
     def install(self) -> None:
-        """Take the signals over from now on."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, self.take, number)
+        """Take the signals over from now on; those that come after the event loop change nothing any more."""
+        take_signals(asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), self.take)
 
     def take(self, number: int) -> None:
         """Take one signal."""

@@ -4,6 +4,9 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,6 +176,33 @@ def test_a_long_verification_tells_how_far_it_is_and_can_be_abandoned(
     assert said[0].endswith("of 4.00 GB")
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Give the signals back to the test run."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_that_comes_when_the_rank_has_ended_is_not_its_exit_status() -> None:
+    script = (
+        "import asyncio, os, signal, sys\n"
+        "from flare.rank.launch import StopSignals\n"
+        "async def main():\n"
+        "    signals = StopSignals()\n"
+        "    signals.install()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await signals.requested.wait()\n"
+        "asyncio.run(main())\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.usefixtures("own_signals")
 def test_the_first_signal_drains_and_one_two_seconds_later_hurries() -> None:
     async def work() -> None:
         time = 0.0
