@@ -6,16 +6,21 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from flare_workers import sink as module
+from flare_workers import direct as module
 from flare_workers.blocks import BLOCK_SIZE
+from flare_workers.direct import ALLOCATION, DirectFile
 from flare_workers.jobs import STORAGE, WorkerError
 from flare_workers.sink import Sink
+from flare_workers.system_calls import allocate, is_in_memory
 
 BLOCK = os.urandom(BLOCK_SIZE)
 
@@ -37,6 +42,15 @@ def pages(data: bytes) -> memoryview:
     return buffer
 
 
+def on_a_copy(descriptor: int, on_written: Callable[[int], None]) -> DirectFile:
+    """Stands for DirectFile.open on any filesystem."""
+    return DirectFile(os.dup(descriptor), on_written)
+
+
+def nothing(_: int) -> None:
+    """Nobody counts."""
+
+
 def cached_pages(descriptor: int, size: int) -> int:
     """How many pages of a file are in the page cache."""
     mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
@@ -54,15 +68,15 @@ def cached_pages(descriptor: int, size: int) -> int:
 def can_write_directly(folder: Path) -> bool:
     """Whether the filesystem keeps directly written bytes out of the page cache."""
     with opened(folder / "probe", BLOCK_SIZE) as descriptor:
-        direct = module._open_direct(descriptor)
+        direct = DirectFile.open(descriptor, nothing)
         if direct is None:
             return False
-        try:
-            os.pwrite(direct, pages(BLOCK), 0)
-        except OSError:
+        with closing(direct):
+            direct.start(pages(BLOCK), 0)
+            ended = direct.settle()
+        assert ended is not None
+        if ended.error is not None:
             return False
-        finally:
-            os.close(direct)
         return cached_pages(descriptor, BLOCK_SIZE) == 0
 
 
@@ -112,7 +126,7 @@ def test_memory_that_begins_inside_a_page_goes_through_the_page_cache(tmp_path: 
 def test_a_filesystem_without_direct_writes_gets_ordinary_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_open_direct", lambda descriptor: None)
+    monkeypatch.setattr(DirectFile, "open", lambda *_: None)
     with (
         opened(tmp_path / "file", BLOCK_SIZE) as descriptor,
         closing(Sink(descriptor, "file", BLOCK_SIZE, drop_cache=True)) as sink,
@@ -132,11 +146,12 @@ def test_a_direct_write_that_fails_says_so_and_is_not_tried_otherwise(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with opened(tmp_path / "file", BLOCK_SIZE) as descriptor:
-        monkeypatch.setattr(module, "_open_direct", os.dup)
+        monkeypatch.setattr(DirectFile, "open", on_a_copy)
         with closing(Sink(descriptor, "file", BLOCK_SIZE, drop_cache=True)) as sink:
             monkeypatch.setattr(os, "pwrite", full)
+            sink.write(pages(BLOCK), 0)
             with pytest.raises(WorkerError, match="the filesystem is full") as failure:
-                sink.write(pages(BLOCK), 0)
+                sink.finish(sync=False)
     assert failure.value.code == STORAGE
     assert calls == [0]
 
@@ -144,7 +159,7 @@ def test_a_direct_write_that_fails_says_so_and_is_not_tried_otherwise(
 def test_a_direct_write_that_is_cut_short_is_finished_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_open_direct", os.dup)
+    monkeypatch.setattr(DirectFile, "open", on_a_copy)
     whole = os.pwrite
 
     def short(descriptor: int, data: memoryview, position: int) -> int:
@@ -158,6 +173,161 @@ def test_a_direct_write_that_is_cut_short_is_finished_through_the_page_cache(
         sink.write(pages(BLOCK), 0)
         sink.finish(sync=False)
     assert (tmp_path / "file").read_bytes() == BLOCK
+
+
+def test_a_block_counts_as_written_when_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    told: list[int] = []
+    whole = os.pwrite
+
+    def slow(descriptor: int, data: memoryview, position: int) -> int:
+        assert go_on.wait(60)
+        return whole(descriptor, data, position)
+
+    monkeypatch.setattr(DirectFile, "open", on_a_copy)
+    monkeypatch.setattr(os, "pwrite", slow)
+    with (
+        opened(tmp_path / "file", 2 * BLOCK_SIZE) as descriptor,
+        closing(Sink(descriptor, "file", 2 * BLOCK_SIZE, drop_cache=True, on_written=told.append)) as sink,
+    ):
+        sink.write(pages(BLOCK), 0)  # returns, though the disk has not taken it
+        assert told == []
+        go_on.set()
+        sink.write(pages(BLOCK), BLOCK_SIZE)
+        assert told[0] == BLOCK_SIZE
+        sink.finish(sync=False)
+    assert told == [BLOCK_SIZE, 2 * BLOCK_SIZE]
+
+
+def test_closing_a_sink_waits_for_the_write_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    whole = os.pwrite
+
+    def slow(descriptor: int, data: memoryview, position: int) -> int:
+        time.sleep(0.2)
+        calls.append(position)
+        return whole(descriptor, data, position)
+
+    monkeypatch.setattr(DirectFile, "open", on_a_copy)
+    monkeypatch.setattr(os, "pwrite", slow)
+    with opened(tmp_path / "file", BLOCK_SIZE) as descriptor:
+        sink = Sink(descriptor, "file", BLOCK_SIZE, drop_cache=True)
+        sink.write(pages(BLOCK), 0)
+        sink.close()
+        assert calls == [0]
+    assert threading.active_count() == 1
+
+
+def test_a_filesystem_that_wants_something_else_of_direct_writes_gets_ordinary_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.pwrite
+    told: list[int] = []
+
+    def choosy(descriptor: int, data: memoryview, position: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return whole(descriptor, data, position)
+
+    monkeypatch.setattr(DirectFile, "open", on_a_copy)
+    monkeypatch.setattr(os, "pwrite", choosy)
+    with (
+        opened(tmp_path / "file", 2 * BLOCK_SIZE) as descriptor,
+        closing(Sink(descriptor, "file", 2 * BLOCK_SIZE, drop_cache=True, on_written=told.append)) as sink,
+    ):
+        sink.write(pages(BLOCK), 0)
+        sink.write(pages(BLOCK), BLOCK_SIZE)
+        sink.finish(sync=False)
+    assert (tmp_path / "file").read_bytes() == 2 * BLOCK
+    assert told == [BLOCK_SIZE, 2 * BLOCK_SIZE]
+
+
+def test_places_on_the_disk_are_taken_ahead_inside_a_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    monkeypatch.setattr(
+        module, "allocate", lambda descriptor, position, length: taken.append((position, length))
+    )
+    monkeypatch.setattr(DirectFile, "open", on_a_copy)
+    run = ALLOCATION + 3 * BLOCK_SIZE
+    start = 5 * BLOCK_SIZE
+    with (
+        opened(tmp_path / "file", start + run) as descriptor,
+        closing(Sink(descriptor, "file", run, drop_cache=True)) as sink,
+    ):
+        data = pages(BLOCK)
+        sink.expect(start, run)
+        for position in range(start, start + run, BLOCK_SIZE):
+            sink.write(data, position)
+        sink.finish(sync=False)
+    assert taken == [(start, ALLOCATION), (start + ALLOCATION, 3 * BLOCK_SIZE)]
+
+
+def test_a_disk_without_room_for_what_comes_is_full_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, position: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "allocate", full)
+    monkeypatch.setattr(DirectFile, "open", on_a_copy)
+    with (
+        opened(tmp_path / "file", 2 * BLOCK_SIZE) as descriptor,
+        closing(Sink(descriptor, "file", 2 * BLOCK_SIZE, drop_cache=True)) as sink,
+    ):
+        sink.expect(0, 2 * BLOCK_SIZE)
+        sink.write(pages(BLOCK), 0)
+        with pytest.raises(WorkerError, match=f"full; {2 * BLOCK_SIZE} bytes of this stream are missing"):
+            sink.write(pages(BLOCK), BLOCK_SIZE)
+
+
+def test_a_filesystem_that_cannot_allocate_is_written_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def cannot(descriptor: int, position: int, length: int) -> None:
+        calls.append(position)
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(module, "allocate", cannot)
+    monkeypatch.setattr(DirectFile, "open", on_a_copy)
+    with (
+        opened(tmp_path / "file", 2 * BLOCK_SIZE) as descriptor,
+        closing(Sink(descriptor, "file", 2 * BLOCK_SIZE, drop_cache=True)) as sink,
+    ):
+        sink.expect(0, 2 * BLOCK_SIZE)
+        sink.write(pages(BLOCK), 0)
+        sink.write(pages(BLOCK), BLOCK_SIZE)
+        sink.finish(sync=False)
+    assert (tmp_path / "file").read_bytes() == 2 * BLOCK
+    assert calls == [0]
+
+
+def test_allocating_changes_neither_size_nor_bytes(tmp_path: Path) -> None:
+    with opened(tmp_path / "file", 3 * BLOCK_SIZE) as descriptor:
+        os.pwrite(descriptor, BLOCK, 0)
+        try:
+            allocate(descriptor, 0, 2 * BLOCK_SIZE)
+        except OSError as error:
+            assert error.errno == errno.EOPNOTSUPP
+            pytest.skip(f"the filesystem of {tmp_path} cannot allocate")
+        assert os.fstat(descriptor).st_size == 3 * BLOCK_SIZE
+        assert 2 * BLOCK_SIZE <= os.fstat(descriptor).st_blocks * 512 < 3 * BLOCK_SIZE
+    assert (tmp_path / "file").read_bytes() == BLOCK + bytes(2 * BLOCK_SIZE)
+
+
+def test_memory_is_no_disk_that_could_be_written_directly(tmp_path: Path) -> None:
+    shared_memory = Path("/dev/shm")
+    with tempfile.TemporaryFile(dir=shared_memory) as file:
+        assert is_in_memory(file.fileno())
+        assert DirectFile.open(file.fileno(), nothing) is None
+    if tmp_path.stat().st_dev != shared_memory.stat().st_dev and can_write_directly(tmp_path):
+        with opened(tmp_path / "file", 1) as descriptor:
+            assert not is_in_memory(descriptor)
 
 
 def test_a_sink_gives_its_descriptor_back(tmp_path: Path) -> None:

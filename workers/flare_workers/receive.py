@@ -36,7 +36,12 @@ def receive(
     """
     total = job.total
     reader = FrameReader(Line(sock, watch), channel, total)
-    with closing(Sink(descriptor, job.name, total, drop_cache=job.drop_cache)) as sink:
+
+    def tell(written: int) -> None:
+        watch.slot.bytes_done = written
+
+    sink = Sink(descriptor, job.name, total, drop_cache=job.drop_cache, on_written=tell)
+    with closing(sink):
         _receive_body(job, reader, sink, table, watch)
         sink.finish(sync=job.sync)
     counter, ciphertext, plaintext = reader.leftover()
@@ -48,9 +53,9 @@ def _receive_body(
 ) -> None:
     reader.read_header()
     pending = _Pending(reader)
-    done = 0
     for offset, length in job.ranges:
         position, end = offset, offset + length
+        sink.expect(job.file_offset + offset, length)
         while position < end:
             block = pending.take(min(BLOCK_SIZE - position % BLOCK_SIZE, end - position))
             if table is not None and hashlib.sha256(block).digest() != table.next():
@@ -63,29 +68,33 @@ def _receive_body(
                 )
             sink.write(block, job.file_offset + position)
             position += len(block)
-            done += len(block)
-            watch.slot.bytes_done = done
             watch.check()
 
 
 class _Pending:
-    """Opened bytes that were not written yet: at most one block and the record that completes it."""
+    """Opened bytes that were not written yet: at most one block and the record that completes it.
+
+    There are two buffers in turn, because the block before is still being written from the other one.
+    """
 
     def __init__(self, reader: FrameReader) -> None:
         self._reader = reader
-        # Whole pages of its own: a whole block always begins at the first one, as direct writes want it.
-        self._buffer = memoryview(
-            mmap.mmap(-1, BLOCK_SIZE + MAX_PLAINTEXT, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        )
+        self._buffer, self._other = _block_buffer(), _block_buffer()
         self._start = self._end = 0
 
     def take(self, size: int) -> memoryview:
-        """The next `size` bytes, at most one block; good until the next call."""
+        """The next `size` bytes, at most one block; good until what is taken next was written."""
         if self._start == self._end or self._start + size + MAX_PLAINTEXT > len(self._buffer):
             left = self._end - self._start
-            self._buffer[:left] = self._buffer[self._start : self._end]
+            self._other[:left] = self._buffer[self._start : self._end]
+            self._buffer, self._other = self._other, self._buffer
             self._start, self._end = 0, left
         while self._end - self._start < size:
             self._end += self._reader.read_body(self._buffer[self._end :])
         self._start += size
         return self._buffer[self._start - size : self._start]
+
+
+def _block_buffer() -> memoryview:
+    # Whole pages of its own: a whole block always begins at the first one, as direct writes want it.
+    return memoryview(mmap.mmap(-1, BLOCK_SIZE + MAX_PLAINTEXT, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

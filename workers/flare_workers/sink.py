@@ -1,26 +1,24 @@
 """One worker's part of a file: writes at its own offsets, past the page cache where the filesystem can.
 
 What has been written is not left to crowd out a GPU that shares its memory with the system. A block that lies
-right is written directly (O_DIRECT): it costs no copy and no page. Anything else, and every block on a
-filesystem that cannot do that, goes through the page cache, from which it is dropped behind the writer.
-docs/architecture.md has the figures.
+right is written directly: it costs no copy and no page. Anything else, and every block on a filesystem that
+cannot do that, goes through the page cache, from which it is dropped behind the writer. docs/architecture.md
+has the figures.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import cast
 
+from flare_workers.direct import UNIT, DirectFile
 from flare_workers.jobs import STORAGE, WorkerError
+from flare_workers.system_calls import SYNC_WAIT_AFTER, SYNC_WAIT_BEFORE, SYNC_WRITE, sync_file_range
 
 # A stream leaves at most two of these dirty or cached behind it: 64 streams hold 1 GiB.
 PAGE_CACHE_WINDOW = 8 << 20
-_DIRECT_UNIT = 4096  # positions and lengths of direct writes: what any disk's sectors and any page divide
-_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -32,60 +30,90 @@ class Sink:
         name: The file's name in messages.
         total: How many bytes this job will write.
         drop_cache: Whether the page cache is avoided, and left where it cannot be.
+        on_written: Gets how many bytes of the job are in the file, whenever that changes and in any thread.
     """
 
-    def __init__(self, descriptor: int, name: str, total: int, *, drop_cache: bool) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        name: str,
+        total: int,
+        *,
+        drop_cache: bool,
+        on_written: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._written = 0
+        self._on_written = on_written
         self._descriptor = descriptor
         self._name = name
-        self._left = total
+        self._total = total
         self._drop_cache = drop_cache
-        self._direct = _open_direct(descriptor) if drop_cache else None
+        self._direct = DirectFile.open(descriptor, self._count) if drop_cache else None
         self._window: tuple[int, int] | None = None
         self._flushing: tuple[int, int] | None = None
 
+    def expect(self, position: int, length: int) -> None:
+        """Say that the next writes fill a run of the file from its start to its end.
+
+        Raises:
+            WorkerError: As `write`.
+        """
+        self._settle()
+        if self._direct is not None:
+            self._direct.expect(position, length)
+
     def write(self, data: memoryview, position: int) -> None:
-        """Write everything at `position`.
+        """Write everything at `position`; or begin to, and see to it with the next call.
 
         Args:
-            data: At a page's start in memory, if it is to be written directly.
+            data: At a page's start in memory, if it is to be written directly. Left alone until the next
+                call returns.
             position: In the file.
 
         Raises:
-            WorkerError: `storage`; when the disk is full, it says how many bytes are missing.
+            WorkerError: `storage`, of this piece or the one before; when the disk is full, it says how many
+                bytes are missing.
         """
-        start = first = self._write_directly(data, position)
-        while start < len(data):
-            start += self._write_some(self._descriptor, data[start:], position + start)
-        if self._drop_cache and first < len(data):
-            self._follow(position + first, len(data) - first)
+        self._settle()
+        if self._direct is None or position % UNIT or len(data) % UNIT:
+            self._write_cached(data, position)
+        else:
+            self._direct.start(data, position)
 
-    def _write_directly(self, data: memoryview, position: int) -> int:
-        """Write past the page cache what can be; how many bytes that were."""
-        if self._direct is None or position % _DIRECT_UNIT or len(data) % _DIRECT_UNIT:
-            return 0
-        try:
-            return self._write_some(self._direct, data, position)
-        except WorkerError as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno != errno.EINVAL:
-                raise
+    def _settle(self) -> None:
+        """See the direct write that is under way to its end."""
+        if self._direct is None or (ended := self._direct.settle()) is None:
+            return
+        if ended.error is not None:
+            if ended.error.errno != errno.EINVAL:
+                raise self._cannot_write(ended.error) from ended.error
             self.close()  # the filesystem opens files so, and then wants what we cannot give
-            return 0
+        if ended.written < len(ended.data):
+            self._write_cached(ended.data[ended.written :], ended.position + ended.written)
 
-    def _write_some(self, descriptor: int, data: memoryview, position: int) -> int:
-        try:
-            written = os.pwrite(descriptor, data, position)
-        except OSError as error:
-            raise self._cannot_write(error) from error
-        self._left -= written
-        return written
+    def _count(self, count: int) -> None:
+        self._written += count
+        self._on_written(self._written)
+
+    def _write_cached(self, data: memoryview, position: int) -> None:
+        start = 0
+        while start < len(data):
+            try:
+                count = os.pwrite(self._descriptor, data[start:], position + start)
+            except OSError as error:
+                raise self._cannot_write(error) from error
+            start += count
+            self._count(count)
+        if self._drop_cache:
+            self._follow(position, len(data))
 
     def finish(self, *, sync: bool) -> None:
-        """Let go of the last pages; with `sync`, put the file's data on the disk first.
+        """See to the last write, and let go of the last pages; with `sync`, put the data on the disk first.
 
         Raises:
             WorkerError: `storage`.
         """
+        self._settle()
         if sync:
             try:
                 os.fdatasync(self._descriptor)
@@ -98,10 +126,10 @@ class Sink:
             self._flushing = self._window = None
 
     def close(self) -> None:
-        """Give back what the sink opened itself."""
+        """Wait for a write that is under way, and give back what the sink opened itself."""
         direct, self._direct = self._direct, None
         if direct is not None:
-            os.close(direct)
+            direct.close()
 
     def _follow(self, position: int, length: int) -> None:
         start, end = self._window or (position, position)
@@ -117,16 +145,20 @@ class Sink:
         if self._flushing is not None:
             self._flush(self._flushing, wait=True)
         if self._window is not None:
-            _sync_file_range(self._descriptor, self._window, _WRITE)
+            start, end = self._window
+            sync_file_range(self._descriptor, start, end - start, SYNC_WRITE)
         self._flushing, self._window = self._window, None
 
     def _flush(self, window: tuple[int, int], *, wait: bool) -> None:
-        _sync_file_range(self._descriptor, window, _WAIT_BEFORE | _WRITE | _WAIT_AFTER if wait else _WRITE)
-        drop_pages(self._descriptor, window[0], window[1] - window[0])
+        start, end = window
+        flags = SYNC_WAIT_BEFORE | SYNC_WRITE | SYNC_WAIT_AFTER if wait else SYNC_WRITE
+        sync_file_range(self._descriptor, start, end - start, flags)
+        drop_pages(self._descriptor, start, end - start)
 
     def _cannot_write(self, error: OSError) -> WorkerError:
         if error.errno not in _NO_SPACE:
             return WorkerError(STORAGE, f"cannot write {self._name}: {error.strerror}")
+        left = self._total - self._written
         free = 0
         with suppress(OSError):
             status = os.fstatvfs(self._descriptor)
@@ -138,20 +170,10 @@ class Sink:
         }[error.errno]
         return WorkerError(
             STORAGE,
-            f"cannot write {self._name}: {reason}; {self._left} bytes of this stream are missing and the"
-            f" filesystem has {free} bytes free. Make room for {max(self._left - free, 1)} more and try"
+            f"cannot write {self._name}: {reason}; {left} bytes of this stream are missing and the"
+            f" filesystem has {free} bytes free. Make room for {max(left - free, 1)} more and try"
             " again",
         )
-
-
-def _open_direct(descriptor: int) -> int | None:
-    """Open a file again for direct writes: the flag belongs to what open returns, which others share."""
-    if not hasattr(os, "O_DIRECT"):
-        return None
-    try:
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
 
 
 def drop_pages(descriptor: int, position: int, length: int) -> None:
@@ -159,21 +181,3 @@ def drop_pages(descriptor: int, position: int, length: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(descriptor, position, length, os.POSIX_FADV_DONTNEED)
-
-
-def _load_sync_file_range() -> Callable[..., int] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).sync_file_range
-    except (AttributeError, OSError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return cast("Callable[..., int]", function)
-
-
-_sync_file_range_call = _load_sync_file_range()
-
-
-def _sync_file_range(descriptor: int, window: tuple[int, int], flags: int) -> None:
-    """Start or await the writing of some pages. Errors are not lost: the fsync at the end reports them."""
-    if _sync_file_range_call is not None:
-        _sync_file_range_call(descriptor, window[0], window[1] - window[0], flags)
