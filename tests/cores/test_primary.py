@@ -7,7 +7,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,23 +267,51 @@ def test_trust(tmp_path: Path) -> None:
     check_trust(loaded, TrustStore((PublisherProfile("acme", PUBLISHER.public_key),)))
 
 
-def test_isolated(tmp_path: Path) -> None:
+@pytest.fixture(params=["here", "in a child"])
+def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where a small header is parsed; a child is for large ones, but does the same for small ones."""
+    children = []
+    real = primary.subprocess.run
+
+    def run(command: list[str], **rest: Any) -> Any:
+        children.append(command)
+        return real(command, **rest)
+
+    monkeypatch.setattr(primary.subprocess, "run", run)
+    if request.param == "in a child":
+        monkeypatch.setattr(primary, "SMALL_HEADER", -1)
+    yield request.param
+    assert bool(children) == (request.param == "in a child")
+
+
+def test_isolated(tmp_path: Path, isolation: str) -> None:
     path = write_core(tmp_path, FILES)
     assert asyncio.run(load_primary_isolated(path)) == load_primary(path)
 
 
-@pytest.mark.parametrize("error", [NotFoundError, CoreError, TrustError])
-def test_isolated_errors_are_the_same(tmp_path: Path, error: type[FlareError]) -> None:
+@pytest.mark.parametrize("error", [CoreError, TrustError])
+def test_isolated_errors_are_the_same(tmp_path: Path, error: type[FlareError], isolation: str) -> None:
     path = tmp_path / "core" / "tiny.safetensors"
     if error is CoreError:
-        path.parent.mkdir()
-        path.write_bytes(b"nothing")
+        damaged(write_core(path.parent, FILES), drop("flare.index"))
     elif error is TrustError:
         damaged(write_core(path.parent, FILES), drop("flare.signature"))
     with pytest.raises(error) as here:
         load_primary(path)
     with pytest.raises(error) as there:
         asyncio.run(load_primary_isolated(path))
+    assert here.value.message == there.value.message
+
+
+@pytest.mark.parametrize("content", [None, b"", b"nothing", b"GGUF and more", bytes([255]) * 9])
+def test_what_is_no_core_is_refused_without_a_child(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "core.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises((NotFoundError, CoreError)) as here:
+        load_primary(path)
+    with pytest.raises((NotFoundError, CoreError)) as there:
+        asyncio.run(loaded_by("raise SystemExit(1)", path))
     assert here.value.message == there.value.message
 
 
@@ -322,6 +350,13 @@ def test_isolated_ends_with_its_parent(tmp_path: Path) -> None:
     assert (late.returncode, late.stdout) == (0, "")
 
 
+def large_header(folder: Path) -> Path:
+    """A file whose header is left to a child."""
+    path = folder / "large.safetensors"
+    path.write_bytes(header_bytes(b"{}" + b" " * primary.SMALL_HEADER))
+    return path
+
+
 async def loaded_by(script: str, path: Path) -> object:
     """Run load_primary_isolated with another child."""
     with pytest.MonkeyPatch.context() as patch:
@@ -334,14 +369,15 @@ async def loaded_by(script: str, path: Path) -> object:
 
 @pytest.mark.parametrize("script", ["", "import os; os.abort()", "print('no pickle')"])
 def test_isolated_child_that_dies(tmp_path: Path, script: str) -> None:
+    path = large_header(tmp_path)
     with pytest.raises(CoreError, match="needs more memory to parse than a core's header may"):
-        asyncio.run(loaded_by(script, tmp_path / "x"))
+        asyncio.run(loaded_by(script, path))
 
 
 def test_isolated_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(primary, "ISOLATED_SECONDS", 0.2)
     with pytest.raises(CoreError, match=r"took more than 0.2 s to parse"):
-        asyncio.run(loaded_by("import time; time.sleep(30)", tmp_path / "x"))
+        asyncio.run(loaded_by("import time; time.sleep(30)", large_header(tmp_path)))
 
 
 def test_the_memory_limit_lets_every_allowed_header_through() -> None:
