@@ -7,7 +7,6 @@ import errno
 import hashlib
 import hmac
 import ipaddress
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +15,18 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from flare.errors import BusyError, ConfigError
+from flare.errors import BusyError, ConfigError, RemoteProtocolError
 from flare.files import read_private
 from flare.rank.engines.base import EngineAdapter, EngineMetrics
+from flare.rank.http_server import SERVER, HttpServer, refusal
 from flare.rank.metrics import PROMETHEUS_TYPE, MetricsDocument, prometheus
 from flare.rank.sockets import describe, is_loopback, show
+from flare.strict_json import loads
 
 MAX_BODY: Final = 32 << 20
 """Bytes of a request: a long context with a few pictures in it."""
+MAX_VALUES: Final = 1 << 20
+"""Members and items of a request: a prompt as a list of tokens, longer than any context here."""
 MAX_HELD: Final = 512 << 20
 """Bytes of all requests that are read, wait or run: what clients can make this process hold."""
 BODY_LIMIT: Final = 120.0
@@ -41,6 +44,7 @@ CONNECT_LIMIT: Final = 10.0
 MAX_KEY_FILE: Final = 64 * 1024
 MAX_KEYS: Final = 1000
 
+_OWN_PATHS: Final = ("/health", "/metrics")
 _PASSED_HEADERS: Final = ("Content-Type", "Cache-Control")
 
 
@@ -80,7 +84,7 @@ class Front:
         self._last_metrics = EngineMetrics()
         self._metrics_at = -1e9
         self._scraping = asyncio.Lock()
-        self._runner: web.AppRunner | None = None
+        self._runner: web.ServerRunner | None = None
 
     async def start(self, host: str, port: int) -> str:
         """Listen, and answer /health with the state from now on; return the URL.
@@ -90,14 +94,9 @@ class Front:
             ConfigError: the address is not this machine's.
         """
         self._names = own_names(host)
-        application = web.Application(client_max_size=MAX_BODY)
-        application.router.add_get("/health", self._health)
-        application.router.add_get("/metrics", self._metrics)
-        application.router.add_route("*", "/{path:.*}", self._serve)
         # A client that leaves cancels its handler, which ends the request in the engine too.
-        self._runner = web.AppRunner(
-            application, handler_cancellation=True, access_log=None, shutdown_timeout=0.5
-        )
+        server = HttpServer(self._handle, handler_cancellation=True)
+        self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=1024)
         try:
@@ -178,32 +177,44 @@ class Front:
 
     # -- handlers ------------------------------------------------------------------------------------
 
-    async def _health(self, _request: web.Request) -> web.Response:
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        response = await self._serve(request)
+        if not response.prepared:
+            response.headers["Server"] = SERVER
+            if "Expect" in request.headers and not request.content.is_eof():
+                response.force_close()  # the client may send the body all the same, or the next request
+        return response
+
+    def _health(self) -> web.Response:
         state = "draining" if self._draining else self._state()
         return web.json_response({"status": state}, status=200 if state == "serving" else 503)
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
         document = self._document.build(await self.engine_metrics())
         if request.query.get("format") == "json":
             return web.json_response(document)
         return web.Response(body=prometheus(document).encode(), headers={"Content-Type": PROMETHEUS_TYPE})
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        if request.path not in self._adapter.http_paths:
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path not in (*_OWN_PATHS, *self._adapter.http_paths):
             known = ", ".join(sorted(self._adapter.http_paths))
-            return _error(
-                404, "not_found", f"There is no such path here. Served: {known}, /health, /metrics."
+            return refusal(
+                404, "not_found", f"There is no such path here. Served: {known}, {', '.join(_OWN_PATHS)}."
             )
-        method = "GET" if request.path == "/v1/models" else "POST"
-        if request.method != method:
-            return _error(405, "method_not_allowed", f"{request.path} takes {method}.", Allow=method)
+        method = "GET" if request.path in (*_OWN_PATHS, "/v1/models") else "POST"
+        if request.method != method and not (request.method == "HEAD" and request.path in _OWN_PATHS):
+            return refusal(405, "method_not_allowed", f"{request.path} takes {method}.", Allow=method)
+        if request.path == "/health":
+            return self._health()
+        if request.path == "/metrics":
+            return await self._metrics(request)
         if not self._allowed(request):
-            return _error(
+            return refusal(
                 401, "invalid_api_key", "The API key is missing or wrong.", **{"WWW-Authenticate": "Bearer"}
             )
         if not self._keys and not _is_own(request.headers.get("Host"), self._names):
             # A page of another site whose name was made to lead here: its browser takes us for that site.
-            return _error(
+            return refusal(
                 403,
                 "unknown_host",
                 f"{request.headers['Host'][:300]} is no name of this machine that is known here. Use its "
@@ -212,15 +223,19 @@ class Front:
         if self._draining:
             return _draining()
         if self._session is None:
-            return _error(503, "loading", f"The group is {self._state()}.", **{"Retry-After": RETRY_AFTER})
+            return refusal(503, "loading", f"The group is {self._state()}.", **{"Retry-After": RETRY_AFTER})
         if method == "GET":
             return await self._pass_on(request, b"")
         if request.content_type != "application/json":
             # A page of another site can make a browser send anything but this without asking first.
-            return _error(415, "unsupported_media_type", "Send the request as application/json.")
+            return refusal(415, "unsupported_media_type", "Send the request as application/json.")
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            return refusal(415, "unsupported_media_type", "Send the request uncompressed.")
+        if (request.content_length or 0) > MAX_BODY:
+            return _too_large()
         return await self._queue(request)
 
-    def _allowed(self, request: web.Request) -> bool:
+    def _allowed(self, request: web.BaseRequest) -> bool:
         """Compare the bearer key with every known one, in the same time whichever fits."""
         if not self._keys:
             return True
@@ -229,11 +244,11 @@ class Front:
         fits = [hmac.compare_digest(digest, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(fits)
 
-    async def _queue(self, request: web.Request) -> web.StreamResponse:
+    async def _queue(self, request: web.BaseRequest) -> web.StreamResponse:
         body = bytearray()
         try:
-            refusal = self._full() or await self._read(request, body) or self._full()
-            return refusal or await self._wait_and_pass_on(request, body)
+            refused = self._full() or await self._read(request, body) or _check_json(body) or self._full()
+            return refused or await self._wait_and_pass_on(request, body)
         finally:
             self._held -= len(body)
 
@@ -242,32 +257,37 @@ class Front:
         if self._draining:
             return _draining()
         if self._document.requests.queued >= self._slot_count * QUEUE_FACTOR:
-            return _error(
+            return refusal(
                 429, "queue_full", "Too many requests wait already.", **{"Retry-After": RETRY_AFTER}
             )
         return None
 
-    async def _read(self, request: web.Request, body: bytearray) -> web.Response | None:
+    async def _read(self, request: web.BaseRequest, body: bytearray) -> web.Response | None:
         """Read a request's body; return a refusal where that is too long, too slow, or one too many."""
         try:
             async with asyncio.timeout(BODY_LIMIT):
+                if request.headers.get("Expect", "").lower() == "100-continue":
+                    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    request.writer.output_size = 0  # that was no part of the answer
                 async for piece in request.content.iter_any():
                     body += piece
                     self._held += len(piece)
                     if len(body) > MAX_BODY:
-                        return _error(413, "too_large", f"A request has at most {MAX_BODY} bytes.")
+                        return _too_large()
                     if self._held > MAX_HELD:
-                        return _error(
+                        return refusal(
                             503,
                             "too_much_held",
                             "Requests take all the memory that they may already.",
                             **{"Retry-After": RETRY_AFTER},
                         )
         except TimeoutError:
-            return _error(408, "too_slow", f"The request did not come within {BODY_LIMIT:.0f} s.")
+            return refusal(408, "too_slow", f"The request did not come within {BODY_LIMIT:.0f} s.")
+        except web.RequestPayloadError:
+            return refusal(400, "bad_request", "The request's body cannot be read.")
         return None
 
-    async def _wait_and_pass_on(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+    async def _wait_and_pass_on(self, request: web.BaseRequest, body: bytearray) -> web.StreamResponse:
         counts = self._document.requests
         counts.queued += 1
         self._idle.clear()
@@ -294,7 +314,7 @@ class Front:
             if self.busy == 0:
                 self._idle.set()
 
-    async def _pass_on(self, request: web.Request, body: bytes | bytearray) -> web.StreamResponse:
+    async def _pass_on(self, request: web.BaseRequest, body: bytes | bytearray) -> web.StreamResponse:
         assert self._session is not None
         response: web.StreamResponse | None = None
         headers = {"Content-Type": "application/json", "Accept": request.headers.get("Accept", "*/*")}
@@ -302,7 +322,7 @@ class Front:
             async with self._session.request(
                 request.method, self._engine + request.path, data=body or None, headers=headers
             ) as upstream:
-                response = web.StreamResponse(status=upstream.status)
+                response = web.StreamResponse(status=upstream.status, headers={"Server": SERVER})
                 for name in _PASSED_HEADERS:
                     if name in upstream.headers:
                         response.headers[name] = upstream.headers[name]
@@ -314,12 +334,12 @@ class Front:
                 await response.write_eof()
                 return response
         except aiohttp.ClientConnectorError:
-            return _error(502, "engine_gone", "The engine does not answer; the group is ending.")
+            return refusal(502, "engine_gone", "The engine does not answer; the group is ending.")
         except (aiohttp.ClientError, ConnectionError) as problem:
             if request.transport is None or request.transport.is_closing():
                 raise  # the client is gone; nobody is there to be told
             if response is None or not response.prepared:
-                return _error(502, "engine_gone", "The engine ended the request without an answer.")
+                return refusal(502, "engine_gone", "The engine ended the request without an answer.")
             # The answer has begun: cutting the connection is the only way left to say that it is not whole.
             request.transport.close()
             raise web.HTTPBadGateway(reason="the engine ended the answer") from problem
@@ -370,13 +390,23 @@ def _is_own(host: str | None, names: frozenset[str]) -> bool:
     return True
 
 
+def _check_json(body: bytearray) -> web.Response | None:
+    """Return the refusal of what is not a JSON object: the engine takes that for a fault of its own."""
+    try:
+        loads(bytes(body), limit=MAX_BODY, what="The request", values=MAX_VALUES)
+    except RemoteProtocolError as problem:
+        return refusal(400, "invalid_json", problem.message)
+    return None
+
+
+def _too_large() -> web.Response:
+    answer = refusal(413, "too_large", f"A request has at most {MAX_BODY} bytes.")
+    answer.force_close()
+    return answer
+
+
 def _draining() -> web.Response:
-    return _error(503, "draining", "The group is stopping.", **{"Retry-After": RETRY_AFTER})
-
-
-def _error(status: int, code: str, message: str, **headers: str) -> web.Response:
-    body = json.dumps({"error": {"message": message, "type": code, "code": status}})
-    return web.Response(status=status, text=body, content_type="application/json", headers=headers)
+    return refusal(503, "draining", "The group is stopping.", **{"Retry-After": RETRY_AFTER})
 
 
 def read_keys(path: str | None) -> frozenset[bytes]:

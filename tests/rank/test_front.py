@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
@@ -250,6 +251,11 @@ def test_a_drain_ends_in_time() -> None:
         ("GET", PATH, 405, "method_not_allowed"),
         ("OPTIONS", PATH, 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+        ("DELETE", "/metrics", 405, "method_not_allowed"),
+        ("GET", "/" + "a" * 7000, 404, "not_found"),
+        ("POST", "/" + "a" * 9000, 404, "not_found"),
+        ("GET", "/v1/models/" + "a/" * 50_000, 404, "not_found"),
     ],
 )
 def test_only_the_listed_paths_exist(method: str, path: str, status: int, code: str) -> None:
@@ -463,6 +469,70 @@ async def half_sent(lab: Lab, sent: int = 1, length: int = 100) -> AsyncIterator
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{x",
+        b"[]",
+        b'"text"',
+        b'{"prompt": "a"} {}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"temperature": NaN}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"prompt": [' + b"1," * (1 << 20) + b"1]}",
+    ],
+    ids=lambda body: body[:20].decode("latin-1"),
+)
+def test_what_is_no_json_object_is_the_clients_fault(body: bytes) -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            headers = {"Content-Type": "application/json"}
+            async with lab.client.post(lab.url + PATH, data=io.BytesIO(body), headers=headers) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["type"] == "invalid_json"
+            counts = lab.document.requests
+            assert (len(lab.upstream.seen), lab.front.busy, counts.failed_total) == (0, 0, 0)
+            assert await lab.status({}) == 200
+
+    run(work())
+
+
+def test_a_body_that_is_announced_too_long_is_refused_before_it_comes() -> None:
+    async def work() -> None:
+        async with opened() as lab, half_sent(lab, 0, module.MAX_BODY + 1) as answer:
+            assert await answer.readuntil(b"\r\n") == b"HTTP/1.1 413 Request Entity Too Large\r\n"
+            assert b"Connection: close\r\n" in await answer.readuntil(b"\r\n\r\n")
+            assert (lab.front._held, lab.front.busy) == (0, 0)
+
+    run(work())
+
+
+def test_a_body_that_breaks_off_in_its_middle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(_stream: object) -> bytes:
+        raise web.RequestPayloadError
+
+    async def work() -> None:
+        async with opened() as lab:
+            with monkeypatch.context() as patch:
+                patch.setattr("aiohttp.StreamReader.readany", broken)
+                async with half_sent(lab) as answer:
+                    assert await answer.readuntil(b"\r\n") == b"HTTP/1.1 400 Bad Request\r\n"
+
+    run(work())
+
+
+def test_a_compressed_body_is_refused() -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            assert await lab.status({}, headers={"Content-Encoding": "gzip"}) == 415
+            assert await lab.status({}, headers={"Content-Encoding": "identity"}) == 200
+
+    run(work())
+
+
 def test_clients_that_send_slowly_take_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUEUE_FACTOR", 1)
 
@@ -506,7 +576,7 @@ def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_body_that_came_after_the_drain_began_is_refused() -> None:
     async def work() -> None:
         async with opened() as lab, half_sent(lab, 1, 1) as answer, half_sent(lab) as late:
-            assert await answer.readuntil(b"\r\n") == b"HTTP/1.1 500 Internal Server Error\r\n"  # no JSON
+            assert await answer.readuntil(b"\r\n") == b"HTTP/1.1 400 Bad Request\r\n"  # no JSON
             await until(lambda: lab.front._held == 1)
             assert await lab.front.drain(1) is True
             assert not late.at_eof()
