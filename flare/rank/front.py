@@ -247,10 +247,19 @@ class Front:
     async def _queue(self, request: web.BaseRequest) -> web.StreamResponse:
         body = bytearray()
         try:
-            refused = self._full() or await self._read(request, body) or _check_json(body) or self._full()
-            return refused or await self._wait_and_pass_on(request, body)
+            refused = await self._take(request, body)
+            return refused if refused is not None else await self._wait_and_pass_on(request, body)
         finally:
             self._held -= len(body)
+
+    async def _take(self, request: web.BaseRequest, body: bytearray) -> web.Response | None:
+        """Read a request into `body`; return the refusal of one that cannot go on."""
+        refused = self._full()  # each compared with None: an answer of aiohttp before 3.12 counts as false
+        if refused is None:
+            refused = await self._read(request, body)
+        if refused is None:
+            refused = _check_json(body)
+        return self._full() if refused is None else refused
 
     def _full(self) -> web.Response | None:
         """Return the refusal of a request that cannot wait here; it waits only when all of it has come."""
