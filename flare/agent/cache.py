@@ -16,28 +16,24 @@ and a primary by one that another publisher signed over the same index.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.folders import (
     check_file_path,
-    delete,
-    files_below,
     is_locked,
     open_below,
     parent_of,
     stat_below,
 )
+from flare.agent.room import Room
 from flare.agent.transfers.waiting import in_thread
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
@@ -60,10 +56,7 @@ from flare.identity import fingerprint
 from flare.paths import Paths
 from flare.trust.publishers import PublisherProfile
 
-SPARE_BYTES = 256 * 1024 * 1024  # left free on the disk: a full file system breaks more than a transfer
 PART_MARKER = ".verified-part"  # as `.verified`, for a directory that holds less than the index gives
-
-logger = logging.getLogger("flare.agent")
 
 _ENTRY = re.compile(
     r"(?P<export>[0-9a-f]{32})-(?P<length>[1-9][0-9]{0,15})(-rank(?P<rank>0|[1-9][0-9]{0,4}))?\Z"
@@ -130,14 +123,17 @@ class Cache:
     Args:
         paths: where it lies.
         limit: the most bytes that cores, blobs and executables may take; None for what the disk has.
+
+    Attributes:
+        room: how much it may take; evicts.
     """
 
     def __init__(self, paths: Paths, limit: int | None = None) -> None:
         self.paths = paths
-        self._limit = limit
-        self._pins: Counter[str] = Counter()
         self.arriving = paths.cache / "arriving"
         self.resuming = paths.cache / "resuming"
+        self.room = Room(paths, limit, self.arriving, self.resuming)
+        self._pins = self.room.pins
 
     def prepare(self) -> None:
         """Make the folders, and remove what a killed agent left half received.
@@ -229,64 +225,19 @@ class Cache:
         except OSError:
             raise NotFoundError(f"The cache does not hold {place.path}.") from None
 
-    # -- room ------------------------------------------------------------------------------------
-
-    def free(self) -> int:
-        """Return the bytes that the cache may still take without evicting anything."""
-        free = shutil.disk_usage(self.paths.cache).free - SPARE_BYTES
-        if self._limit is not None:
-            free = min(free, self._limit - self.used())
-        return max(free, 0)
-
-    def used(self) -> int:
-        """Return the bytes on disk of cores, blobs and executables; linked files count once."""
-        seen: set[int] = set()
-        total = 0
-        paths = self.paths
-        for folder in (paths.cores, paths.blobs, paths.executables, self.arriving, self.resuming):
-            for information in files_below(folder):
-                if information.st_ino not in seen:
-                    seen.add(information.st_ino)
-                    total += information.st_blocks * 512
-        return total
-
     async def make_room(self, missing: int) -> None:
-        """Evict unpinned cores and executables, least recently used first, until `missing` bytes fit.
+        """Evict what nobody uses until so many bytes fit.
 
         Raises:
-            StorageError: they do not fit; the message says how much is missing.
+            StorageError: they do not; nothing was evicted then.
         """
-        free = await asyncio.to_thread(self.free)
-        while free < missing and (victim := self._least_recently_used()) is not None:
-            logger.info("evicting %s to make room", victim.name)
-            # Choosing and renaming happen without an await, so that no pin can come in between.
-            doomed = self._take_away(victim)
-            await asyncio.to_thread(delete, doomed)
-            free = await asyncio.to_thread(self.free)
-        if free < missing:
-            raise StorageError(
-                f"The cache {self.paths.cache} has room for {free} bytes, but {missing} are needed. "
-                "Free some disk space there, or raise agent.cache_limit in config.toml."
-            )
+        (await self.room.reserve(missing)).release()
 
-    def _least_recently_used(self) -> Path | None:
-        found: list[tuple[float, Path]] = []
-        for folder in (self.paths.cores, self.paths.executables, self.resuming):
-            for path in folder.iterdir():
-                if not self._pins[path.name] and not is_locked(path):
-                    with contextlib.suppress(FileNotFoundError):
-                        found.append((path.lstat().st_mtime, path))
-        return min(found)[1] if found else None
+    # -- removing -------------------------------------------------------------------------------
 
     def remove_blob(self, name: str) -> None:
         """Remove a blob whose content proved not to be what its name says."""
         (self.paths.blobs / name).unlink(missing_ok=True)
-
-    def _take_away(self, path: Path) -> Path:
-        """Rename a folder or file out of the cache, so that no half of it is ever seen."""
-        doomed = self.arriving / f"evicted-{secrets.token_hex(8)}"
-        path.rename(doomed)
-        return doomed
 
     def in_use(self, folder: Path, own_pins: int = 0) -> bool:
         """Tell whether a rank or a transfer uses a directory of cores/ or models/.
@@ -323,7 +274,7 @@ class Cache:
         if self.in_use(folder, own_pins):
             raise BusyError(f"{folder.name} is used by another group or transfer.")
         try:
-            return self._take_away(folder)
+            return self.room.take_away(folder)
         except FileNotFoundError:
             return None
 

@@ -108,7 +108,11 @@ def delete(path: Path) -> None:
 
 
 def files_below(folder: Path) -> Iterator[os.stat_result]:
-    """Yield what every regular file below `folder` is; what vanishes meanwhile is left out."""
+    """Yield what every regular file below `folder` is, or the file itself; what vanishes is left out."""
+    with contextlib.suppress(OSError):
+        own = folder.lstat()
+        if stat.S_ISREG(own.st_mode):
+            yield own
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ async def status(node: Node, session: Session, request: Status) -> None:
     """Report everything that placement needs."""
     address = None if request.toward is None else await local_address_toward(request.toward)
     readings = await node.sampler.fresh_readings()
-    cores, free = await asyncio.gather(inventory(node.cache), asyncio.to_thread(node.cache.free))
+    cores, free = await asyncio.gather(inventory(node.cache), node.cache.room.available())
     await session.send(
         StatusReply(
             name=node.name,

@@ -71,7 +71,7 @@ class Plan:
         override: an executable of the operator's own instead of the installed ones.
         rendezvous: rank zero's "address:port" for its peers, as things are now; None with one member. It is
             asked for again when the core is staged, which may take hours.
-        cache_free: bytes that rank zero's cache may still take.
+        cache_free: bytes that rank zero's cache can still take, with what it would evict for them.
         fabric: links between the members, where rank zero fetches the core from another one of them.
         way: how the core comes to rank zero from another node; None when none has to send it.
         held: rank zero's cache has the core, though another node was named for it.

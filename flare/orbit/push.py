@@ -109,7 +109,7 @@ class PushPlan:
         name: what its grants call it.
         fabric: links between the nodes; None when no bytes go between them, or over paired addresses.
         deliveries: one a node, in the list's order.
-        cache_free: bytes that the first node's cache may still take.
+        cache_free: bytes that the first node's cache can still take, with what it would evict for them.
     """
 
     request: PushRequest

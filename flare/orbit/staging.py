@@ -29,7 +29,7 @@ class Staging:
         grant: the signed transfer grant.
         publisher: the profile that a receiving node verifies with.
         streams: parallel connections.
-        cache_free: bytes that rank zero's cache may still take.
+        cache_free: bytes that rank zero's cache can still take, with what it would evict for them.
         held: rank zero's cache has the complete core, so that no other node is asked for it.
     """
 
@@ -124,7 +124,7 @@ def check_room(node: NodeEntry, size: int, cache_free: int) -> None:
 
     Args:
         size: bytes that it lacks.
-        cache_free: bytes that its cache may still take.
+        cache_free: bytes that its cache can still take, with what it would evict for them.
 
     Raises:
         StorageError: with both sizes.
@@ -132,6 +132,6 @@ def check_room(node: NodeEntry, size: int, cache_free: int) -> None:
     if cache_free < size:
         raise StorageError(
             f"{size:,} bytes of the core are to be sent, but the cache of {node.name} has room for "
-            f"{cache_free:,}. Free some space there (`flare orbit cores` lists its cache), or choose another "
-            "node."
+            f"{cache_free:,}, even with everything evicted that nobody uses (256 MiB of its disk stay free). "
+            "Free some space there (`flare orbit cores` lists its cache), or choose another node."
         )

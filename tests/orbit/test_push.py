@@ -378,3 +378,18 @@ def test_a_first_node_without_room_ends_the_push(orbit: Lab, tmp_path: Path) -> 
     assert "from this controller to maxwell" in outcome.err
     assert "has room for 1,000,000" in outcome.err
     assert cache(orbit, "hertz") == {}
+
+
+def test_an_upload_takes_the_place_of_what_nobody_uses(orbit: Lab, tmp_path: Path) -> None:
+    settings = orbit.folder / "maxwell/.config/flare/config.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text('[agent]\ncache_limit = "10MiB"\n')
+    orbit.paired("maxwell")
+    first, second = three_ranks(tmp_path / "first"), three_ranks(tmp_path / "second", 9 * MIB)
+    for core in (first, second):
+        outcome = orbit.flare("orbit", "push", str(core), "--to", "maxwell", *TRUST)
+        assert outcome.code == 0, outcome
+    assert len(cache(orbit, "maxwell")) == 1
+    assert digest(stored(orbit, "maxwell", "*", "model/weights.safetensors")) == digest(
+        tmp_path / "second/model/weights.safetensors"
+    )

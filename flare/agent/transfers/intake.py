@@ -19,6 +19,7 @@ from flare.agent.cache import PART_MARKER, Entry, Place
 from flare.agent.file_requests import worker_failure
 from flare.agent.folders import delete
 from flare.agent.node import Node
+from flare.agent.room import Reservation
 from flare.agent.transfers.holding import speaks_of
 from flare.agent.transfers.partial import Partial, kept_bytes
 from flare.agent.transfers.plan import Plan, WantedFile, check_primary, make_plan
@@ -145,13 +146,13 @@ class Intake:
             missing[plan.primary.path] = (
                 await self._missing(plan.primary) if head is None else plan.primary.wanted
             )
-            await self._make_room(plan, missing)
-            for file in plan.files:
-                wanted = missing[file.path]
-                if wanted is None:
-                    continue
-                partial, head = (head, None) if file is plan.primary else (None, head)
-                await self._fetch(file, wanted, partial)
+            with await self._make_room(plan, missing) as room:
+                for file in plan.files:
+                    wanted = missing[file.path]
+                    if wanted is None:
+                        continue
+                    partial, head = (head, None) if file is plan.primary else (None, head)
+                    await self._fetch(file, wanted, partial, room)
         except BaseException as problem:
             if head is not None:
                 await in_thread(head.close, keep=_may_keep(problem))
@@ -309,23 +310,28 @@ class Intake:
                 "publisher signed. The core was removed from the cache; check the disk, then push it again."
             ) from None
 
-    async def _make_room(self, plan: Plan, missing: Mapping[str, Ranges | None]) -> None:
-        needed = sum(ranges.total for ranges in missing.values() if ranges is not None)
-        if self._order.resume:
-            for file in plan.files:
-                wanted = missing[file.path]
-                if wanted is not None and wanted.runs:
-                    kept = await in_thread(
-                        kept_bytes,
-                        self._cache,
-                        self._order.entry,
-                        file.path,
-                        file.size,
-                        self._order.package.index_sha256,
-                    )
-                    needed -= kept.intersection(wanted).total
-        await self._cache.make_room(needed)
+    async def _make_room(self, plan: Plan, missing: Mapping[str, Ranges | None]) -> Reservation:
+        """Keep room for everything that is to come, and say how much that is."""
+        needed = room = 0
+        for file in plan.files:
+            wanted = missing[file.path]
+            if wanted is None:
+                continue
+            kept = Ranges()
+            if self._order.resume and wanted.runs:
+                kept = await in_thread(
+                    kept_bytes,
+                    self._cache,
+                    self._order.entry,
+                    file.path,
+                    file.size,
+                    self._order.package.index_sha256,
+                )
+            needed += wanted.difference(kept).total
+            room += file.wanted.difference(kept).total
+        reservation = await self._cache.room.reserve(room)
         self._progress.total = self._progress.transferred + needed
+        return reservation
 
     # -- what is missing -------------------------------------------------------------------------
 
@@ -340,24 +346,28 @@ class Intake:
             resume=self._order.resume,
         )
 
-    async def _fetch(self, file: WantedFile, missing: Ranges, head: Partial | None) -> None:
+    async def _fetch(
+        self, file: WantedFile, missing: Ranges, head: Partial | None, room: Reservation
+    ) -> None:
         """Bring a file to its place.
 
         Args:
             missing: what has to come; the rest of `file.wanted` is in the published file already.
             head: the primary's partial file, which has its header and digest table.
+            room: what the whole transfer needs.
         """
         partial = head or await self._open_partial(file.path, file.size)
         try:
             has = file.wanted.difference(missing)
             tops_up = head is None and self._cache.size_of(self._place(file.path)) is not None
-            if tops_up:
-                await self._copy(file, partial, has)
-            rest = await self._go_on(file, partial, missing)
-            await self._receiver.receive(file, partial, rest)
-            stamp = await self._settle(file, partial)
-            self._fetched = True
-            await self._publish(file, partial, tops_up)
+            with room.filling(partial.descriptor, file.wanted.difference(partial.kept).total):
+                if tops_up:
+                    await self._copy(file, partial, has)
+                rest = await self._go_on(file, partial, missing)
+                await self._receiver.receive(file, partial, rest)
+                stamp = await self._settle(file, partial)
+                self._fetched = True
+                await self._publish(file, partial, tops_up)
         except BaseException as problem:
             await in_thread(partial.close, keep=_may_keep(problem))
             raise

@@ -225,7 +225,7 @@ class StatusReply(Message):
 
     Args:
         time: the node's clock, Unix seconds.
-        cache_free: bytes that the cache may still take.
+        cache_free: bytes that the cache can still take, with what it would evict for them.
         address: the local address that routing selects towards what was asked.
         rendezvous_port: a port that is free for a rendezvous now.
     """

@@ -1,0 +1,296 @@
+"""How much the cache may take: what is there, what can be evicted, what is kept for bytes on their way.
+
+Evicted are core directories, executables and what can be resumed, the least recently used first, but nothing
+that a group, a transfer or an upload uses. A blob that no core directory links any more goes before them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flare.agent.folders import delete, files_below, is_locked
+from flare.errors import StorageError
+from flare.paths import Paths
+
+SPARE_BYTES = 256 * 1024 * 1024  # left free on the disk: a full file system breaks more than a transfer
+STAT_BLOCK = 512  # bytes; what st_blocks counts in
+
+logger = logging.getLogger("flare.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What takes room in the cache, in bytes on the disk; linked files count once.
+
+    Args:
+        used: cores, blobs, executables, and files on their way.
+        disk_free: on its file system, less what is left free for others.
+        evictable: what `used` would shrink by if everything were evicted that nobody uses.
+        evictable_disk: what the file system would get back then; ranks may hold links to the same files.
+        blobs: blobs that no core directory links.
+        resumable: what transfers that failed left for the next ones.
+    """
+
+    used: int
+    disk_free: int
+    evictable: int
+    evictable_disk: int
+    blobs: int
+    resumable: int
+
+
+@dataclass(slots=True)
+class _Found:
+    """One inode below the cache: its bytes and links."""
+
+    size: int
+    links: int
+    here: int = 0
+    evictable: int = 0
+    blob: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Room that is kept for bytes on their way until the block ends, less what is on the disk already.
+
+    Args:
+        size: bytes that are still to come.
+    """
+
+    size: int
+    _files: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _holder: set[Reservation] | None = None
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give back what did not come; again does nothing."""
+        if self._holder is not None:
+            self._holder.discard(self)
+            self._holder = None
+
+    @contextlib.contextmanager
+    def filling(self, descriptor: int, expected: int) -> Iterator[None]:
+        """Count what comes into a file that is open for the length of the block.
+
+        Args:
+            expected: how many bytes of the reservation are this file's.
+        """
+        self._files[descriptor] = (expected, _on_disk(descriptor))
+        try:
+            yield
+        finally:
+            del self._files[descriptor]
+            self.size -= expected
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes that have not come yet."""
+        came = 0
+        for descriptor, (expected, before) in self._files.items():
+            came += min(max(_on_disk(descriptor) - before, 0), expected)
+        return max(self.size - came, 0)
+
+
+def _on_disk(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * STAT_BLOCK
+
+
+class Room:
+    """The room of one cache.
+
+    Args:
+        paths: where it lies.
+        limit: the most bytes that it may take; None for what the disk has.
+        arriving, resuming: where files on their way lie.
+    """
+
+    def __init__(self, paths: Paths, limit: int | None, arriving: Path, resuming: Path) -> None:
+        self._paths = paths
+        self._limit = limit
+        self._arriving = arriving
+        self._resuming = resuming
+        self._reservations: set[Reservation] = set()
+        self._deciding = asyncio.Lock()
+        self.pins: Counter[str] = Counter()  # what is used now, by an entry's or an executable's name
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    async def usage(self) -> Usage:
+        """Look at everything that lies there."""
+        pinned = frozenset(self.pins)
+        return await asyncio.to_thread(self._look, pinned)
+
+    async def available(self) -> int:
+        """Return the bytes that the cache can still take, with what it would evict for them."""
+        promised = self._promised()
+        usage = await self.usage()
+        return max(self._most(usage) - promised, 0)
+
+    def _promised(self) -> int:
+        return sum(reservation.outstanding for reservation in self._reservations)
+
+    def _free(self, usage: Usage) -> int:
+        """Return what may be taken without evicting anything."""
+        if self._limit is None:
+            return usage.disk_free
+        return min(usage.disk_free, self._limit - usage.used)
+
+    def _most(self, usage: Usage) -> int:
+        """Return what may be taken once everything is evicted that nobody uses."""
+        most = usage.disk_free + usage.evictable_disk
+        return most if self._limit is None else min(most, self._limit - usage.used + usage.evictable)
+
+    def _look(self, pinned: frozenset[str]) -> Usage:
+        paths = self._paths
+        victims = {path.name for path in self._unused(pinned)}
+        found: dict[int, _Found] = {}
+        resumable = 0
+        # What is on its way comes first: a file that is published meanwhile is then seen at least once.
+        for folder in (self._arriving, self._resuming, paths.cores, paths.blobs, paths.executables):
+            for top in _children(folder):
+                goes = folder not in (self._arriving, paths.blobs) and top.name in victims
+                for information in files_below(top):
+                    size = information.st_blocks * STAT_BLOCK
+                    file = found.setdefault(information.st_ino, _Found(size, information.st_nlink))
+                    file.here += 1
+                    file.evictable += goes
+                    file.blob += folder == paths.blobs and top.name not in pinned
+                    resumable += size if folder == self._resuming else 0
+        used = evictable = evictable_disk = blobs = 0
+        for file in found.values():
+            used += file.size
+            # A blob goes when nobody links it any more; ranks may, in their models/.
+            if file.evictable + file.blob >= (file.links if file.blob else file.here):
+                evictable += file.size
+            if file.evictable + file.blob >= file.links:
+                evictable_disk += file.size
+            if file.blob == file.links:
+                blobs += file.size
+        return Usage(used, self._disk_free(), evictable, evictable_disk, blobs, resumable)
+
+    def _disk_free(self) -> int:
+        return shutil.disk_usage(self._paths.cache).free - SPARE_BYTES
+
+    def _unused(self, pinned: frozenset[str]) -> Iterator[Path]:
+        """Yield what may be evicted, blobs aside."""
+        for folder in (self._paths.cores, self._paths.executables, self._resuming):
+            for path in _children(folder):
+                if path.name not in pinned and not is_locked(path):
+                    yield path
+
+    # -- making ----------------------------------------------------------------------------------
+
+    async def reserve(self, size: int) -> Reservation:
+        """Keep room for bytes that are to come; evict for it what nobody uses, as much as it takes.
+
+        Nothing is evicted when that would not be enough.
+
+        Args:
+            size: bytes.
+
+        Returns:
+            The reservation; it ends with its `with` block, or with `release`.
+
+        Raises:
+            StorageError: they do not fit; the message says how much does, and why.
+        """
+        async with self._deciding:  # two at once must not count on the same bytes
+            await self._make(size)
+            reservation = Reservation(size, _holder=self._reservations)
+            self._reservations.add(reservation)
+            return reservation
+
+    async def _make(self, missing: int) -> None:
+        if self._limit is None:  # most caches: then nothing needs to be counted as long as the disk has room
+            free = await asyncio.to_thread(self._disk_free)
+            if max(free - self._promised(), 0) >= missing:
+                return
+        checked = False
+        while True:
+            promised = self._promised()
+            usage = await self.usage()
+            if max(self._free(usage) - promised, 0) >= missing:
+                return
+            if not checked and self._most(usage) - promised < missing:
+                raise self._no_room(usage, promised, missing)
+            checked = True
+            if not await self._evict_one():
+                raise self._no_room(usage, promised, missing)
+
+    async def _evict_one(self) -> bool:
+        """Evict what is least worth keeping; return False when there is nothing."""
+        if await asyncio.to_thread(self._drop_unlinked_blobs):
+            return True
+        victim = self._least_recently_used()
+        if victim is None:
+            return False
+        logger.info("evicting %s to make room", victim.name)
+        # Choosing and renaming happen without an await, so that no pin can come in between.
+        doomed = self.take_away(victim)
+        await asyncio.to_thread(delete, doomed)
+        return True
+
+    def _least_recently_used(self) -> Path | None:
+        found: list[tuple[float, Path]] = []
+        for path in self._unused(frozenset(self.pins)):
+            with contextlib.suppress(FileNotFoundError):
+                found.append((path.lstat().st_mtime, path))
+        return min(found)[1] if found else None
+
+    def _drop_unlinked_blobs(self) -> bool:
+        dropped = False
+        for path in _children(self._paths.blobs):
+            if self.pins[path.name]:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if path.lstat().st_nlink == 1:
+                    logger.info("evicting the blob %s to make room", path.name)
+                    path.unlink()
+                    dropped = True
+        return dropped
+
+    def take_away(self, path: Path) -> Path:
+        """Rename a folder or file out of the cache, so that no half of it is ever seen."""
+        doomed = self._arriving / f"evicted-{secrets.token_hex(8)}"
+        path.rename(doomed)
+        return doomed
+
+    def _no_room(self, usage: Usage, promised: int, missing: int) -> StorageError:
+        room = max(self._most(usage) - promised, 0)
+        by_limit = self._limit is not None and (
+            self._limit - usage.used + usage.evictable < usage.disk_free + usage.evictable_disk
+        )
+        why = "" if by_limit else f" flare leaves {SPARE_BYTES >> 20} MiB of the disk free."
+        if promised:
+            why += f" {promised} bytes more are kept for other transfers and uploads that run now."
+        remedy = (
+            "Raise agent.cache_limit in config.toml, or stop groups that use cores there."
+            if by_limit
+            else "Free some space on that disk, or stop groups that use cores there."
+        )
+        return StorageError(
+            f"The cache {self._paths.cache} has room for {room} bytes, but {missing} are needed, even with "
+            f"everything evicted that nobody uses.{why} {remedy}"
+        )
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,157 @@
+"""How much the cache may take, what goes for it, and what is kept for bytes on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from flare.agent import room as module
+from flare.agent.cache import Cache, Entry
+from flare.errors import StorageError
+from flare.paths import Paths
+
+MIB = 1 << 20
+OLD, NEW = Entry("ab" * 16, 1), Entry("cd" * 16, 1)
+BLOB = f"{'5' * 64}.safetensors"
+
+
+def a_cache(home: Path, limit: int | None = None) -> Cache:
+    cache = Cache(Paths.from_environment({"HOME": str(home)}), limit)
+    cache.prepare()
+    return cache
+
+
+def store(cache: Cache, entry: Entry, path: str, size: int, age: float = 0.0) -> Path:
+    """Publish a file of random bytes, and set when its directory was used last."""
+    arrived = cache.new_arrival()
+    arrived.write_bytes(os.urandom(size))
+    cache.publish(arrived, cache.place("core", f"{entry}/{path}"))
+    folder = cache.entry_folder(entry)
+    used = folder.stat().st_mtime - age
+    os.utime(folder, (used, used))
+    return folder / path
+
+
+def reserve(cache: Cache, size: int) -> None:
+    asyncio.run(cache.room.reserve(size)).release()
+
+
+def available(cache: Cache) -> int:
+    return asyncio.run(cache.room.available())
+
+
+def test_nothing_goes_for_what_cannot_fit(tmp_path: Path) -> None:
+    cache = a_cache(tmp_path, 5 * MIB)
+    old, new = store(cache, OLD, "x", 2 * MIB, age=9), store(cache, NEW, "x", 2 * MIB)
+    with pytest.raises(StorageError, match=r"has room for 5242880 bytes, but 6291456 are needed"):
+        reserve(cache, 6 * MIB)
+    with cache.pinned(str(NEW)), pytest.raises(StorageError, match=r"has room for 3145728 bytes"):
+        reserve(cache, 4 * MIB)
+    assert (old.exists(), new.exists()) == (True, True)
+    reserve(cache, 3 * MIB)
+    assert (old.exists(), new.exists()) == (False, True)
+    reserve(cache, 5 * MIB)
+    assert not new.exists()
+
+
+def test_what_can_be_had_counts_what_can_be_evicted(tmp_path: Path) -> None:
+    cache = a_cache(tmp_path, 5 * MIB)
+    store(cache, OLD, "x", 2 * MIB)
+    store(cache, NEW, "x", MIB)
+    assert available(cache) == 5 * MIB
+    with cache.pinned(str(OLD)):
+        assert available(cache) == 3 * MIB
+        with asyncio.run(cache.room.reserve(MIB)):
+            assert available(cache) == 2 * MIB
+        assert available(cache) == 3 * MIB
+
+
+def test_two_at_once_do_not_count_on_the_same_bytes(tmp_path: Path) -> None:
+    cache = a_cache(tmp_path, 7 * MIB)
+
+    async def scenario() -> None:
+        results = await asyncio.gather(
+            *(cache.room.reserve(4 * MIB) for _ in range(2)), return_exceptions=True
+        )
+        (refused,) = (each for each in results if isinstance(each, StorageError))
+        assert "has room for 3145728 bytes, but 4194304 are needed" in refused.message
+        assert "4194304 bytes more are kept for other transfers and uploads that run now" in refused.message
+        for each in results:
+            if not isinstance(each, BaseException):
+                each.release()
+        (await cache.room.reserve(7 * MIB)).release()
+
+    asyncio.run(scenario())
+
+
+def test_a_reservation_shrinks_as_bytes_come(tmp_path: Path) -> None:
+    cache = a_cache(tmp_path, 8 * MIB)
+
+    async def scenario() -> None:
+        with await cache.room.reserve(4 * MIB) as reservation:
+            arrived = cache.new_arrival()
+            descriptor = os.open(arrived, os.O_RDWR | os.O_CREAT)
+            os.pwrite(descriptor, b"x" * MIB, 0)  # was there before
+            with reservation.filling(descriptor, 3 * MIB):
+                assert reservation.outstanding == 4 * MIB
+                os.pwrite(descriptor, os.urandom(2 * MIB), MIB)
+                os.fsync(descriptor)
+                assert reservation.outstanding == 2 * MIB
+                assert await cache.room.available() == 3 * MIB
+                os.pwrite(descriptor, os.urandom(3 * MIB), 3 * MIB)
+                os.fsync(descriptor)
+                assert reservation.outstanding == MIB  # another file's
+            os.close(descriptor)
+            assert reservation.outstanding == MIB
+        assert await cache.room.available() == 2 * MIB
+
+    asyncio.run(scenario())
+
+
+def test_a_blob_goes_with_the_last_directory_that_links_it(tmp_path: Path) -> None:
+    cache = a_cache(tmp_path, 5 * MIB)
+    old = store(cache, OLD, BLOB, 3 * MIB, age=9)
+    new = store(cache, NEW, "x", MIB)
+    assert old.stat().st_nlink == 2
+    assert available(cache) == 5 * MIB
+    with cache.pinned(str(OLD)):
+        assert available(cache) == 2 * MIB
+    os.utime(cache.entry_folder(OLD), (1, 1))  # pins touch it
+    reserve(cache, 2 * MIB)
+    assert (old.exists(), (cache.paths.blobs / BLOB).exists(), new.exists()) == (False, False, True)
+
+
+def test_a_blob_that_nobody_links_goes_first(tmp_path: Path) -> None:
+    cache = a_cache(tmp_path, 5 * MIB)
+    old = store(cache, OLD, "x", MIB, age=9)
+    blob = cache.paths.blobs / BLOB
+    blob.write_bytes(os.urandom(3 * MIB))
+    assert asyncio.run(cache.room.usage()).blobs == 3 * MIB
+    with cache.pinned(BLOB), pytest.raises(StorageError):
+        reserve(cache, 5 * MIB)
+    reserve(cache, 4 * MIB)
+    assert (old.exists(), blob.exists()) == (True, False)
+
+
+def test_what_a_rank_links_too_frees_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = a_cache(tmp_path)
+    monkeypatch.setattr(module.Room, "_disk_free", lambda _: MIB)
+    stored = store(cache, OLD, "x", 2 * MIB)
+    assert available(cache) == 3 * MIB
+    os.link(stored, tmp_path / "of-a-rank")
+    assert available(cache) == MIB
+    with pytest.raises(StorageError, match=r"leaves 256 MiB of the disk free\. Free some space on that disk"):
+        reserve(cache, 2 * MIB)
+    assert stored.exists()
+
+
+def test_what_needs_nothing_fits_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = a_cache(tmp_path)
+    monkeypatch.setattr(module.Room, "_disk_free", lambda _: -MIB)
+    stored = store(cache, OLD, "x", 2 * MIB)
+    assert available(cache) == MIB
+    reserve(cache, 0)
+    assert stored.exists()
