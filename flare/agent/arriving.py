@@ -2,6 +2,10 @@
 
 A file is published when every byte of it has come, and its data is on the disk. When a stream fails, the
 others are let to end, and the whole file is removed: nothing partial stays.
+
+A file that is being received belongs to one upload. Another upload of it, or of a file into a directory that
+a transfer fills, cannot touch it: it is told to wait, and finds it there, or begins it when the first one
+failed.
 """
 
 from __future__ import annotations
@@ -9,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
 
-from flare.agent.cache import Cache, Place
+from flare.agent.cache import Cache, Entry, Place
 from flare.agent.inventory import Signed, signed_at
 from flare.agent.transfers.waiting import in_thread
 from flare.errors import (
@@ -28,17 +32,30 @@ from flare.files import describe_os_error
 from flare_workers.ranges import Ranges
 
 QUIET_LIMIT = 600.0  # seconds without a stream: its controller has gone, and the bytes take room
+# Seconds without a stream after which another upload may begin the file anew: between two streams of one
+# upload lie a connection and a handshake. An upload that was slower than that waits for the other one then.
+GIVEN_UP_AFTER = 10.0
+LOOK_INTERVAL = 0.25  # seconds between two looks whether uploads into a directory ended
 
 Digest = Callable[[int, str, int], Awaitable[bytes]]
 """digest(descriptor, name, size): put the file on the disk and return its SHA-256, in a worker."""
 
 
-class _File:
-    """One file that is being received by one or more streams."""
+class BroughtByOtherError(Exception):
+    """Another upload, or a transfer, brings the file now."""
 
-    def __init__(self, path: Path, size: int, publisher: str | None) -> None:
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class _File:
+    """One file that is being received by one or more streams of one upload."""
+
+    def __init__(self, path: Path, size: int, publisher: str | None, uploader: Hashable) -> None:
         self.path = path
         self.size = size
+        self.uploader = uploader
         self.publisher = publisher  # of the primary that this one is to take the place of another's
         self.active: list[Ranges] = []  # what streams write now
         self.done = Ranges()
@@ -47,6 +64,11 @@ class _File:
         self.descriptor = os.open(
             path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
+
+    @property
+    def moves(self) -> bool:
+        """Whether its upload goes on, as far as anybody can tell."""
+        return bool(self.active) or time.monotonic() - self.quiet_since < GIVEN_UP_AFTER
 
     @property
     def complete(self) -> bool:
@@ -118,15 +140,24 @@ class Arrivals:
     Args:
         cache: where they go.
         digest: digests a file in a worker.
+
+    Attributes:
+        is_fetched: tells whether a transfer fills a core directory now.
     """
 
     def __init__(self, cache: Cache, digest: Digest) -> None:
         self._cache = cache
         self._digest = digest
+        self.is_fetched: Callable[[Entry], bool] = lambda entry: False
         self._files: dict[Place, _File] = {}
 
     async def begin(
-        self, place: Place, size: int, ranges: Ranges, publisher: str | None = None
+        self,
+        place: Place,
+        size: int,
+        ranges: Ranges,
+        publisher: str | None = None,
+        uploader: Hashable = None,
     ) -> Stream | None:
         """Prepare for a share of a file; None when the cache holds the whole file already.
 
@@ -135,8 +166,10 @@ class Arrivals:
             ranges: the share; inside the file, not empty unless the file is.
             publisher: fingerprint of the one who signed the file, if it is a core's primary: it may take the
                 place of another publisher's, or of a damaged one.
+            uploader: tells the streams of one upload from another one's.
 
         Raises:
+            BroughtByOtherError: another upload or a transfer brings it.
             ConflictError: a file of that name has another size.
             BusyError: another stream writes some of these bytes, or somebody reads what is to be replaced.
             StorageError: there is no room.
@@ -155,15 +188,17 @@ class Arrivals:
                 f"The cache holds a file named {place.path} with another size. Remove that core there first."
             )
         name = place.path if place.entry is None else str(place.entry)
+        self._check_whose(place, uploader)  # nothing is evicted for who waits
         with self._cache.pinned(name):
             await self._cache.make_room(ranges.total)
         # From here to the end there is no await: of two streams for the same bytes exactly one goes on.
         if replacing is None and self._cache.size_of(place) == size:
             return None
+        self._check_whose(place, uploader)
         file = self._files.get(place)
         if file is None:
             try:
-                file = _File(self._cache.new_arrival(), size, replacing)
+                file = _File(self._cache.new_arrival(), size, replacing, uploader)
                 os.truncate(file.descriptor, size)
             except OSError as problem:
                 raise describe_os_error(problem, "Cannot make a file in the cache") from None
@@ -177,17 +212,42 @@ class Arrivals:
         if file.failed:
             raise BusyError(f"{place.path} is being given up after a failure. Send it again in a moment.")
         if any(active.intersection(ranges).runs for active in file.active):
-            what = place.path if place.entry is None else f"{place.path} of the core {place.entry.export}"
-            raise BusyError(
-                f"Another command or controller uploads {what} to this node now. Run this one again when "
-                "that is done: what is there then is not sent again."
-            )
+            raise BusyError(_uploaded_now(place))
         # Bytes that came before and come again, from a controller that starts over, are not there meanwhile.
         file.done = file.done.difference(ranges)
         file.active.append(ranges)
         self._cache.begin_writing(place)
         self._cache.pin(name)
         return Stream(self, place, file, ranges)
+
+    def _check_whose(self, place: Place, uploader: Hashable) -> None:
+        """Refuse a file that is brought by another upload, or by a transfer that began before this one.
+
+        What another upload left lying is removed.
+
+        Raises:
+            BroughtByOtherError: it is.
+        """
+        file = self._files.get(place)
+        if file is not None and file.uploader == uploader:
+            return  # a transfer into the directory waits for it
+        if file is not None and file.moves:
+            raise BroughtByOtherError(_uploaded_now(place))
+        if place.entry is not None and self.is_fetched(place.entry):
+            raise BroughtByOtherError(
+                f"This node fetches the core {place.entry.export} from another one now. Run this command "
+                "again when that is done: what is there then is not sent again."
+            )
+        if file is not None:
+            del self._files[place]
+            file.close()
+
+    async def wait_for(self, entry: Entry) -> None:
+        """Wait until nobody uploads into a core directory."""
+        while True:
+            if not any(place.entry == entry and file.moves for place, file in self._files.items()):
+                return
+            await asyncio.sleep(LOOK_INTERVAL)
 
     async def release(self, place: Place, file: _File, ranges: Ranges) -> None:
         """End a stream that succeeded; see `Stream.finish`."""
@@ -267,3 +327,11 @@ class Arrivals:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _uploaded_now(place: Place) -> str:
+    what = place.path if place.entry is None else f"{place.path} of the core {place.entry.export}"
+    return (
+        f"Another command or controller uploads {what} to this node now. Run this one again when that is "
+        "done: what is there then is not sent again."
+    )

@@ -10,11 +10,12 @@ import stat as stat_module
 from functools import partial
 from pathlib import Path
 
-from flare.agent.arriving import signed_by
+from flare.agent.arriving import BroughtByOtherError, signed_by
 from flare.agent.cache import Place
 from flare.agent.node import Node
 from flare.cores.primary import load_primary_isolated
 from flare.errors import (
+    BusyError,
     FlareError,
     ForbiddenError,
     IntegrityError,
@@ -242,7 +243,14 @@ async def put(node: Node, session: Session, request: Put) -> None:
     except ValueError as problem:
         raise RemoteProtocolError(f"PUT: {problem}.") from None
     node.check_workers()
-    stream = await node.arrivals.begin(place, request.size, ranges, request.publisher)
+    uploader = (session.peer_key, request.upload)
+    try:
+        stream = await node.arrivals.begin(place, request.size, ranges, request.publisher, uploader)
+    except BroughtByOtherError as problem:
+        if request.upload is None:
+            raise BusyError(problem.message) from None  # it cannot know the other answer
+        await session.send(PutReply(arriving=True))
+        return
     if stream is None:
         await session.send(PutReply(already=True))
         return

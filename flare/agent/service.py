@@ -202,6 +202,7 @@ async def _node(
         executable=executable,
         executable_path=executable_path,
     )
+    arrivals.is_fetched = lambda entry: node.transfers.runs(str(entry))
     conversations = Conversations(node)
     authority.on_change = conversations.revise
     try:

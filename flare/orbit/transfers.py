@@ -43,6 +43,11 @@ def rank_files(core: Core, rank: int) -> tuple[FileRanges, ...]:
     return tuple(parts.values())
 
 
+def others_send(node: NodeEntry) -> str:
+    """Return what a person hears whose command waits for another one that brings the same core."""
+    return f"Another command is sending this core to {node.name}; waiting for it."
+
+
 async def transfer(client: Client, node: NodeEntry, request: Transfer, bar: Bar) -> TransferReply:
     """Have a node fetch from another one; returns when everything is on its disk.
 
@@ -55,6 +60,7 @@ async def transfer(client: Client, node: NodeEntry, request: Transfer, bar: Bar)
     Raises:
         FlareError: what the node's ERROR says: corrupt, transfer, unreachable, storage or conflict.
     """
+    told = False
     async with client.session(node) as session:
         await session.send(request)
         while True:
@@ -66,3 +72,6 @@ async def transfer(client: Client, node: NodeEntry, request: Transfer, bar: Bar)
                 if message.total is not None:
                     bar.total(message.total)
                 bar.to(message.transferred)
+                if message.waiting and not told:
+                    told = True
+                    client.controller.reporter.note(others_send(node))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flare.errors import FlareError, IntegrityError, StorageError, TransferError
@@ -16,6 +18,8 @@ from flare.orbit.client import Client
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.reporter import Bar
 from flare.orbit.resolve import Core
+from flare.orbit.transfers import others_send
+from flare.session import Session
 from flare.wire.messages import Have, Put, PutDone
 from flare_workers.blocks import BLOCK_SIZE
 from flare_workers.jobs import CORRUPT, STORAGE, Send, WorkerError
@@ -25,6 +29,8 @@ from flare_workers.spawner import SpawnerHandle
 
 SMALLEST_SHARE = 16 * 1024 * 1024  # bytes; below that another connection costs more than it brings
 PUT_TIMEOUT = 300.0  # seconds for the node to make room, and again to put the bytes on its disk
+WAIT = 1.0  # seconds, on average, between two questions whether another command's upload has ended
+MAX_ROUNDS = 4  # of sending what is missing; each beyond the first takes another command that was killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +79,41 @@ async def missing_files(client: Client, files: Sequence[Upload], node: NodeEntry
 
 async def upload_files(
     client: Client, node: NodeEntry, files: Sequence[Upload], spawner: SpawnerHandle, *, streams: int
-) -> None:
+) -> int:
     """Send files to a node's cache, a core's primary when all its companions are there.
 
     An upload that is killed then leaves no primary whose files are missing, as with a transfer between nodes.
+    A file that another command uploads now is waited for, for as long as that one goes on.
 
     Args:
         files: what to send.
         spawner: forks the workers; it was started before the event loop.
         streams: connections at the same time, over all files.
 
+    Returns:
+        How many bytes went over the network: none of what was there already, or came from somebody else.
+
     Raises:
         StorageError: a file cannot be read here, or the node has no room.
-        TransferError: a connection failed; what had arrived stays at the node and is sent again next time.
+        TransferError: a connection failed. Files that had arrived whole stay at the node and are not sent
+            again; of others nothing stays.
     """
     pool = WorkerPool(spawner)
-    gate = asyncio.Semaphore(streams)
-    total = sum(file.size for file in files)
     try:
         with client.controller.reporter.progress() as add:
-            bar = add(f"upload to {node.name}", total)
-            for primaries in (False, True):
-                async with asyncio.TaskGroup() as group:
-                    for file in files:
-                        if file.is_primary == primaries:
-                            for number, share in enumerate(shares_of(file.size, streams)):
-                                sender = _Sender(client, node, pool, gate, bar, file, share, number)
-                                group.create_task(sender.run())
+            bar = add(f"upload to {node.name}", sum(file.size for file in files))
+            sending = _Sending(client, node, pool, asyncio.Semaphore(streams), bar)
+            missing = list(files)
+            for _ in range(MAX_ROUNDS):
+                await sending.send(missing, streams)
+                # One that waited for us, and then was killed, may have taken what we had sent with it.
+                if not sending.waited or not (missing := await missing_files(client, files, node)):
+                    return sending.moved
+                sending.waited = False
+            raise TransferError(
+                f"{missing[0].path.name} did not get to {node.name}: other commands began to send it, "
+                "and gave up, again and again. Run this command again."
+            )
     except* FlareError as problems:
         raise _first(problems) from None
     finally:
@@ -121,67 +135,106 @@ def _first(problems: BaseExceptionGroup[FlareError]) -> FlareError:
     return found
 
 
+@dataclass(slots=True)
+class _Sending:
+    """What the streams of one upload share.
+
+    Attributes:
+        gate: lets as many streams on as the person wants.
+        moved: bytes that the node took.
+        waited: another command's upload was in the way of at least one stream.
+        upload: tells the node whose these streams are.
+    """
+
+    client: Client
+    node: NodeEntry
+    pool: WorkerPool
+    gate: asyncio.Semaphore
+    bar: Bar
+    moved: int = 0
+    waited: bool = False
+    told: bool = False
+    upload: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    async def send(self, files: Sequence[Upload], streams: int) -> None:
+        """Send files, companions first."""
+        for primaries in (False, True):
+            async with asyncio.TaskGroup() as group:
+                for file in files:
+                    if file.is_primary == primaries:
+                        for number, share in enumerate(shares_of(file.size, streams)):
+                            group.create_task(_Sender(self, file, share, number).run())
+
+    async def let_other_finish(self) -> None:
+        """Say once that somebody else is at it, and wait a moment."""
+        self.waited = True
+        if not self.told:
+            self.told = True
+            self.client.controller.reporter.note(others_send(self.node))
+        await asyncio.sleep(WAIT * random.uniform(0.5, 1.5))  # noqa: S311 - many must not ask at once
+
+
 class _Sender:
     """One share of one file on one session."""
 
-    def __init__(
-        self,
-        client: Client,
-        node: NodeEntry,
-        pool: WorkerPool,
-        gate: asyncio.Semaphore,
-        bar: Bar,
-        file: Upload,
-        share: Ranges,
-        number: int,
-    ) -> None:
-        self.client = client
-        self.node = node
-        self.pool = pool
-        self.gate = gate
-        self.bar = bar
+    def __init__(self, sending: _Sending, file: Upload, share: Ranges, number: int) -> None:
+        self.sending = sending
         self.file = file
         self.share = share
         self.number = number
         self.done = 0
 
     async def run(self) -> None:
-        async with self.gate, self.client.session(self.node) as session:
-            ranges = tuple(self.share)
-            request = Put(self.file.kind, self.file.name, self.file.size, ranges, self.file.publisher)
-            reply = await session.request(request, timeout=PUT_TIMEOUT)
-            if reply.already:
+        sending = self.sending
+        async with sending.gate, sending.client.session(sending.node) as session:
+            if not await self.ask(session):
                 self.progress(self.share.total)
                 return
-            if not ranges:
+            if not self.share.runs:
                 await session.send_data(b"")
             else:
-                descriptor = self.open()
-                sock, channel = session.detach()
-                try:
-                    result = await self.pool.run(
-                        Send(
-                            title=f"send {self.file.path.name} {self.number + 1} to {self.node.name}",
-                            name=self.file.path.name,
-                            ranges=ranges,
-                            file_size=self.file.size,
-                        ),
-                        sockets=[(sock, channel)],
-                        files=[descriptor],
-                        on_progress=self.progress,
-                    )
-                except BaseException as problem:
-                    session.abort("its upload failed")
-                    sock.close()
-                    if isinstance(problem, WorkerError):
-                        raise self.explain(problem) from None
-                    raise
-                finally:
-                    os.close(descriptor)
-                assert result.channel is not None, "a Send job hands its socket back"
-                session.resume(sock, result.channel)
+                await self.hand_over(session)
             await session.receive(PutDone, timeout=PUT_TIMEOUT)
             self.progress(self.share.total)
+            sending.moved += self.share.total
+
+    async def ask(self, session: Session) -> bool:
+        """Ask whether the node wants the bytes, until nobody else brings them; False: it has them."""
+        file = self.file
+        request = Put(file.kind, file.name, file.size, tuple(self.share), file.publisher, self.sending.upload)
+        while True:
+            reply = await session.request(request, timeout=PUT_TIMEOUT)
+            if not reply.arriving:
+                return not reply.already
+            await self.sending.let_other_finish()
+
+    async def hand_over(self, session: Session) -> None:
+        """Have a worker send the bytes."""
+        node = self.sending.node
+        descriptor = self.open()
+        sock, channel = session.detach()
+        try:
+            result = await self.sending.pool.run(
+                Send(
+                    title=f"send {self.file.path.name} {self.number + 1} to {node.name}",
+                    name=self.file.path.name,
+                    ranges=tuple(self.share),
+                    file_size=self.file.size,
+                ),
+                sockets=[(sock, channel)],
+                files=[descriptor],
+                on_progress=self.progress,
+            )
+        except BaseException as problem:
+            session.abort("its upload failed")
+            sock.close()
+            if isinstance(problem, WorkerError):
+                raise self.explain(problem) from None
+            raise
+        finally:
+            os.close(descriptor)
+        assert result.channel is not None, "a Send job hands its socket back"
+        session.resume(sock, result.channel)
 
     def open(self) -> int:
         try:
@@ -190,12 +243,12 @@ class _Sender:
             raise StorageError(f"{self.file.path} cannot be read: {problem.strerror}.") from None
 
     def progress(self, done: int) -> None:
-        self.bar.advance(max(0, done - self.done))
+        self.sending.bar.advance(max(0, done - self.done))
         self.done = max(done, self.done)
 
     def explain(self, problem: WorkerError) -> FlareError:
         kind = {STORAGE: StorageError, CORRUPT: IntegrityError}.get(problem.code, TransferError)
         return kind(
-            f"Sending {self.file.path.name} to {self.node.name} failed: {problem.message} Nothing was "
-            "started; run the command again to go on."
+            f"Sending {self.file.path.name} to {self.sending.node.name} failed: {problem.message} Nothing "
+            "was started; run the command again to go on."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flare.agent import arriving
-from flare.agent.arriving import Arrivals
+from flare.agent.arriving import Arrivals, BroughtByOtherError
 from flare.agent.cache import Cache, Entry
 from flare.errors import BusyError, ConflictError, IdentityError, TransferError
 from flare.paths import Paths
@@ -75,6 +76,64 @@ def test_who_uploads_at_the_same_time_hears_what_to_do(cache: Cache) -> None:
             await arrivals.begin(place, 90, Ranges.whole(90))
         await first.finish()  # the refusals did not disturb it
         assert await arrivals.begin(place, 100, Ranges.of(((0, 50),))) is None
+
+    drive(scenario())
+
+
+def test_another_upload_cannot_harm_the_first_one(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        place = cache.place("core", f"{ENTRY}/core.safetensors")
+        one, two = Ranges.of(((0, 50),)), Ranges.of(((50, 50),))
+        first = await arrivals.begin(place, 100, one, uploader="first")
+        assert first is not None
+        for ranges in (one, two):  # the second half is free, and belongs to the first upload all the same
+            with pytest.raises(BroughtByOtherError, match=r"uploads core\.safetensors of the core .* now\."):
+                await arrivals.begin(place, 100, ranges, uploader="second")
+        await first.finish()
+        with pytest.raises(BroughtByOtherError):  # its other half may begin at any moment
+            await arrivals.begin(place, 100, two, uploader="second")
+        rest = await arrivals.begin(place, 100, two, uploader="first")
+        assert rest is not None
+        await rest.finish()
+        assert await arrivals.begin(place, 100, one, uploader="second") is None
+
+        # One that failed, or was left half done, is begun anew by the next.
+        other = cache.place("core", f"{ENTRY}/model/a")
+        half = await arrivals.begin(other, 100, one, uploader="first")
+        assert half is not None
+        half.fail()
+        half = await arrivals.begin(other, 100, one, uploader="second")
+        assert half is not None
+        await half.finish()
+        monkeypatch.setattr(arriving, "GIVEN_UP_AFTER", 0.0)
+        third = await arrivals.begin(other, 100, two, uploader="third")
+        assert third is not None
+        await third.finish()
+        assert cache.size_of(other) is None  # the second one's half is gone with it
+        arrivals.close()
+
+    drive(scenario())
+
+
+def test_an_upload_and_a_transfer_of_one_core_wait_for_each_other(cache: Cache) -> None:
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        first, second = (cache.place("core", f"{ENTRY}/{name}") for name in ("core.safetensors", "model/a"))
+        one, two = Ranges.of(((0, 50),)), Ranges.of(((50, 50),))
+        stream = await arrivals.begin(first, 100, one, uploader="first")
+        assert stream is not None
+        arrivals.is_fetched = lambda entry: entry == ENTRY  # a transfer begins now
+        waiting = asyncio.create_task(arrivals.wait_for(ENTRY))
+        with pytest.raises(BroughtByOtherError, match=f"fetches the core {ENTRY.export} from another one"):
+            await arrivals.begin(second, 100, one, uploader="first")
+        rest = await arrivals.begin(first, 100, two, uploader="first")  # what it began it may end
+        assert rest is not None
+        await stream.finish()
+        assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
+        await rest.finish()
+        await waiting
+        await arrivals.wait_for(Entry("cd" * 16, 100))
 
     drive(scenario())
 

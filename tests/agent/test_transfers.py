@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flare.wire.messages import Status, TransferProgress, TransferReply
+from flare.errors import BusyError
+from flare.wire.messages import Put, PutDone, PutReply, Status, TransferProgress, TransferReply
 from tests.agent.transfer_world import (
     MIB,
     Gate,
@@ -131,6 +134,56 @@ def test_what_is_verified_opens_no_connection(
             push.same(destination)
 
     drive(scenario())
+
+
+def test_a_transfer_and_an_upload_of_one_core_become_one(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    """Whichever begins first brings the file; the other one waits and finds it there."""
+    source, destination = pair
+    data = random_bytes(24 * MIB)
+    push = Push(controller, write_core(tmp_path / "core", {"model/a": data}), source, [source, destination])
+    name = f"{push.entry()}/model/a"
+    asked = Put("core", name, len(data), upload="ours")
+
+    async def upload_first() -> None:
+        async with controller.session(destination) as uploading:
+            await uploading.request(replace(asked, ranges=((0, 12 * MIB),)))
+            async with asking(push, destination) as session:
+                progress = await session.receive(TransferProgress, timeout=60)
+                assert progress.waiting
+                async with controller.session(destination) as rest:  # the upload goes on meanwhile
+                    await rest.request(replace(asked, ranges=((12 * MIB, 12 * MIB),)))
+                    await rest.send_data(data[12 * MIB :])
+                    await rest.receive(PutDone, timeout=60)
+                await uploading.send_data(data[: 12 * MIB])
+                await uploading.receive(PutDone, timeout=60)
+                while isinstance(
+                    frame := await session.receive(TransferProgress, TransferReply, timeout=60),
+                    TransferProgress,
+                ):
+                    pass
+                assert frame.verified
+                assert frame.bytes == push.primary.metadata_length  # the file was not fetched again
+
+    async def transfer_first() -> None:
+        async with Gate(source, limit=8 * MIB) as gate:
+            push.through = gate.address
+            first = asyncio.create_task(push.ask(destination))
+            await gate.at_limit.wait()
+            with pytest.raises(BusyError, match=r"fetches the core .* from another one now"):
+                await controller.ask(destination, replace(asked, upload=None))
+            async with controller.session(destination) as uploading:
+                assert await uploading.request(asked) == PutReply(arriving=True)
+                gate.open()
+                await first
+                assert await uploading.request(asked) == PutReply(already=True)
+
+    drive(upload_first())
+    push.same(destination)
+    shutil.rmtree(push.folder(destination))
+    drive(transfer_first())
+    push.same(destination)
 
 
 def test_two_transfers_of_one_core_become_one(

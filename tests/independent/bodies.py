@@ -170,7 +170,7 @@ BODIES: dict[str, Check] = {
     "STAT": members(path=text),
     "GET": members(path=text, offset=count, length=count),
     "HAVE": members({"grant": signed_record}, kind=text, name=text, size=count),
-    "PUT": members({"ranges": ranges}, kind=text, name=text, size=count),
+    "PUT": members({"ranges": ranges, "upload": text}, kind=text, name=text, size=count),
     "TRANSFER": members(
         grant=signed_record, publisher=anything, source=anything, directory=text, streams=count,
         files=listing(members(path=text, size=count, ranges=ranges)),
@@ -209,7 +209,7 @@ OKS: dict[str, Check] = {
     "STAT": members(size=count, companions=listing(members(name=text, size=count))),
     "GET": members(length=count),
     "HAVE": members({"verified": anything}, have=anything),
-    "PUT": members({"already": anything}),
+    "PUT": members({"already": anything, "arriving": flag}),
     "PUT done": members(bytes=count),
     "TRANSFER": members(bytes=count, seconds=number, verified=anything),
     "FETCH": members(length=count, ranges=ranges),

@@ -83,11 +83,15 @@ async def _carry_out(node: Node, session: Session, order: Order, launch: str, st
     shown: list[Progress] = []
 
     async def work(progress: Progress) -> TransferReply:
+        # From here on no new upload into the directory begins: it waits for this transfer.
+        progress.waiting = True
+        await node.arrivals.wait_for(order.entry)
+        progress.waiting = False
         return await Intake(node, order, progress).run()
 
     joining = asyncio.create_task(node.transfers.join(str(order.entry), wish_of(order), work, shown.append))
     stopping = asyncio.create_task(stopped.wait())
-    told: tuple[int, int, int | None] = (0, 0, None)
+    told: tuple[int, int, int | None, bool] = (0, 0, None, False)
     try:
         while not joining.done():
             await asyncio.wait(
@@ -96,7 +100,7 @@ async def _carry_out(node: Node, session: Session, order: Order, launch: str, st
             if stopped.is_set() and not joining.done():
                 raise ConflictError(f"The launch {launch} was stopped while its bytes came. Start it anew.")
             for progress in shown[-1:]:
-                now = (progress.transferred, progress.verified, progress.total)
+                now = (progress.transferred, progress.verified, progress.total, progress.waiting)
                 if now != told and session.hello.transfer_progress and not joining.done():
                     await session.send(TransferProgress(*now))
                     told = now

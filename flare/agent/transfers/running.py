@@ -21,11 +21,13 @@ class Progress:
         transferred: came over the network.
         verified: were checked, on arrival or where they lay.
         total: will come over the network; None while that is not known.
+        waiting: nothing comes yet, because an upload brings files into the directory now.
     """
 
     transferred: int = 0
     verified: int = 0
     total: int | None = None
+    waiting: bool = False
 
 
 Work = Callable[[Progress], Awaitable[TransferReply]]
@@ -70,6 +72,10 @@ class Transfers:
         """End what is fetched for a launch; what somebody else waits for too goes on."""
         for stopped in self._launches.get(launch, ()):
             stopped.set()
+
+    def runs(self, directory: str) -> bool:
+        """Tell whether a transfer into a core directory is under way."""
+        return directory in self._running
 
     async def join(
         self, directory: str, asked: Hashable, work: Work, watch: Callable[[Progress], None]

@@ -27,6 +27,7 @@ MAX_GET = 256 * MIB  # a primary's header and digest table, never a whole model
 MAX_PUBLISHERS = 64  # profiles in one request; each has some 200 bytes
 MAX_TENSOR_PARALLEL = 1024  # ranks
 MAX_TOKEN = 4096  # an access token
+MAX_UPLOAD = 64  # characters; 32 hex digits are enough that no two uploads have the same
 
 KINDS = ("core", "blob", "executable")
 
@@ -202,18 +203,25 @@ class Have(Request[HaveReply]):
 
 @dataclass(frozen=True, slots=True)
 class PutReply(Message):
-    """The node is ready for the DATA frame; `already`: it holds the entry, and no DATA follows."""
+    """The node is ready for the DATA frame, unless it says otherwise.
+
+    Args:
+        already: it holds the entry, and no DATA follows.
+        arriving: another upload or a transfer brings the entry now, and no DATA follows: ask again later.
+            Only a PUT that names its upload is answered so.
+    """
 
     already: bool = False
+    arriving: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
-        return present({"already": self.already or None})
+        return present({"already": self.already or None, "arriving": self.arriving or None})
 
     @classmethod
     def parse(cls, reader: Reader) -> PutReply:
         """Build the value from its members."""
-        return cls(reader.flag("already", default=False))
+        return cls(reader.flag("already", default=False), reader.flag("arriving", default=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +251,7 @@ class Put(Request[PutReply]):
         ranges: which of its bytes follow; None: all.
         publisher: fingerprint of the one who signed a core's primary. With it the file takes the place of
             one with the same index that another publisher signed, or of a damaged one.
+        upload: a random text that the streams of one upload share; those of another one wait for it.
     """
 
     TAG: ClassVar[Tag] = Tag.PUT
@@ -253,6 +262,7 @@ class Put(Request[PutReply]):
     size: int
     ranges: Ranges | None = None
     publisher: str | None = None
+    upload: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
@@ -264,6 +274,7 @@ class Put(Request[PutReply]):
                 "size": self.size,
                 "ranges": ranges,
                 "publisher": self.publisher,
+                "upload": self.upload,
             }
         )
 
@@ -276,6 +287,7 @@ class Put(Request[PutReply]):
             size=reader.count("size"),
             ranges=read_ranges(reader, "ranges", optional=True),
             publisher=read_digest(reader, "publisher", optional=True),
+            upload=reader.text("upload", limit=MAX_UPLOAD, default=None),
         )
 
 

@@ -169,22 +169,39 @@ class Transfer(Request[TransferReply]):
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress(Message):
-    """How far a TRANSFER is; advisory, at most four a second; bytes."""
+    """How far a TRANSFER is; advisory, at most four a second; bytes.
+
+    Args:
+        waiting: nothing comes yet, because an upload brings files into that directory now.
+    """
 
     TAG: ClassVar[Tag] = Tag.TRANSFER_PROGRESS
 
     transferred: int
     verified: int
     total: int | None = None
+    waiting: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
-        return present({"transferred": self.transferred, "verified": self.verified, "total": self.total})
+        return present(
+            {
+                "transferred": self.transferred,
+                "verified": self.verified,
+                "total": self.total,
+                "waiting": self.waiting or None,
+            }
+        )
 
     @classmethod
     def parse(cls, reader: Reader) -> TransferProgress:
         """Build the value from its members."""
-        return cls(reader.count("transferred"), reader.count("verified"), reader.count("total", default=None))
+        return cls(
+            transferred=reader.count("transferred"),
+            verified=reader.count("verified"),
+            total=reader.count("total", default=None),
+            waiting=reader.flag("waiting", default=False),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,179 @@
+"""Uploads from a controller that meet others, on real agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from flare.cores.reference import LocalReference
+from flare.errors import TransferError
+from flare.orbit import upload
+from flare.orbit.client import Client
+from flare.orbit.controller import Controller
+from flare.orbit.orbit_records import NodeEntry
+from flare.orbit.resolve import Core, resolve_local
+from flare.orbit.upload import Upload, core_uploads, missing_files, upload_files
+from flare.paths import Paths
+from flare.session import Session
+from flare.wire.messages import Have, HaveReply, Put, PutDone, PutReply
+from flare_workers.spawner import SpawnerHandle, start
+from tests.cores.making import MIB, pattern, write_core
+from tests.orbit.fake_node import client_of, fake_node, say
+from tests.orbit.lab import Lab
+from tests.orbit.reporting import RecordingReporter
+
+WAITS = "Another command is sending this core to maxwell; waiting for it."
+
+
+@pytest.fixture
+def spawner() -> Iterator[SpawnerHandle]:
+    handle = start()
+    try:
+        yield handle
+    finally:
+        handle.close()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "WAIT", 0.05)
+
+
+def controller_of(orbit: Lab) -> tuple[Client, NodeEntry, RecordingReporter]:
+    reporter = RecordingReporter()
+    paths = Paths.from_environment({"HOME": str(orbit.folder / "controller")})
+    client = Client(Controller.open(paths, reporter))
+    return client, client.controller.orbit.node("maxwell"), reporter
+
+
+def core_of(folder: Path) -> Core:
+    primary = write_core(folder, {"model/weights": pattern(40 * MIB), "model/config.json": b"{}"})
+    return resolve_local(LocalReference(str(primary)))
+
+
+@asynccontextmanager
+async def uploading(
+    client: Client, node: NodeEntry, file: Upload, ranges: tuple[tuple[int, int], ...]
+) -> AsyncIterator[Session]:
+    """Another command that was told to send these bytes of a file, and did not yet."""
+    async with client.session(node) as session:
+        request = Put(file.kind, file.name, file.size, ranges, file.publisher, "another")
+        assert await session.request(request) == PutReply()
+        yield session
+
+
+async def finish(session: Session, file: Upload, ranges: tuple[tuple[int, int], ...]) -> None:
+    data = file.path.read_bytes()
+    await session.send_data(b"".join(data[start : start + length] for start, length in ranges))
+    await session.receive(PutDone, timeout=30)
+
+
+async def until_waiting(reporter: RecordingReporter) -> None:
+    async with asyncio.timeout(30):
+        while WAITS not in reporter.notes:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def test_two_uploads_of_one_core_become_one(orbit: Lab, tmp_path: Path, spawner: SpawnerHandle) -> None:
+    orbit.paired("maxwell")
+    client, node, reporter = controller_of(orbit)
+    core = core_of(tmp_path / "made")
+
+    async def scenario() -> None:
+        files = await missing_files(client, core_uploads(core), node)
+        weights = next(file for file in files if file.name.endswith("weights"))
+        # The first command has one share on its way and another one still to begin.
+        one, two = ((0, 20 * MIB),), ((20 * MIB, 20 * MIB),)
+        async with uploading(client, node, weights, one) as first:
+            second = asyncio.create_task(upload_files(client, node, files, spawner, streams=4))
+            await until_waiting(reporter)
+            async with uploading(client, node, weights, two) as rest:
+                await finish(rest, weights, two)
+            assert not second.done()
+            await finish(first, weights, one)
+        moved = await second
+        assert moved == sum(file.size for file in files) - weights.size
+        assert reporter.notes.count(WAITS) == 1
+        assert await missing_files(client, files, node) == []
+
+    asyncio.run(scenario())
+    [entry] = (orbit.folder / "maxwell/.cache/flare/cores").iterdir()
+    assert (entry / "model/weights").read_bytes() == pattern(40 * MIB)
+
+
+def test_an_upload_goes_on_when_the_one_before_it_failed(
+    orbit: Lab, tmp_path: Path, spawner: SpawnerHandle
+) -> None:
+    orbit.paired("maxwell")
+    client, node, reporter = controller_of(orbit)
+    core = core_of(tmp_path / "made")
+
+    async def scenario() -> None:
+        files = await missing_files(client, core_uploads(core), node)
+        weights = next(file for file in files if file.name.endswith("weights"))
+        async with uploading(client, node, weights, ((0, MIB),)):
+            second = asyncio.create_task(upload_files(client, node, files, spawner, streams=4))
+            await until_waiting(reporter)
+        assert await second == sum(file.size for file in files)
+        assert await missing_files(client, files, node) == []
+
+    asyncio.run(scenario())
+
+
+def test_what_another_upload_left_out_is_sent_after_all(tmp_path: Path, spawner: SpawnerHandle) -> None:
+    core = core_of(tmp_path / "made")
+    answers = [
+        PutReply(arriving=True),
+        PutReply(already=True),
+        PutReply(already=True),
+        PutReply(already=True),
+    ]
+    held = [False]
+
+    async def put(session: Session, _request: object) -> None:
+        await session.send(answers.pop(0) if answers else PutReply(already=True))
+
+    async def have(session: Session, _request: object) -> None:
+        await session.send(HaveReply(held[0]))
+        held[0] = not answers
+
+    async def scenario() -> None:
+        async with fake_node({Have: have, Put: put}) as node:
+            client, reporter = client_of(tmp_path, [node])
+            files = core_uploads(core)
+            assert await upload_files(client, node, files, spawner, streams=1) == 0
+            assert reporter.notes == [WAITS]
+            assert reporter.bars[0].done >= sum(file.size for file in files)
+
+    asyncio.run(scenario())
+
+
+def test_an_upload_does_not_go_on_for_ever(tmp_path: Path, spawner: SpawnerHandle) -> None:
+    core = core_of(tmp_path / "made")
+    answers = [PutReply(arriving=True), PutReply(already=True)] * 20
+
+    async def put(session: Session, _request: object) -> None:
+        await session.send(answers.pop(0))
+
+    async def scenario() -> None:
+        async with fake_node({Have: say(HaveReply(False)), Put: put}) as node:
+            client, _ = client_of(tmp_path, [node])
+            with pytest.raises(TransferError, match=r"did not get to maxwell: .* Run this command again\."):
+                await upload_files(client, node, core_uploads(core), spawner, streams=1)
+
+    asyncio.run(scenario())
+
+
+def test_two_pushes_of_one_core_at_once(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    core = core_of(tmp_path / "made")
+    words = ("orbit", "push", core.path, "--to", "maxwell", "--accept-publisher", core.primary.fingerprint)
+    with orbit.running(*words) as first, orbit.running(*words) as second:
+        outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
+    [entry] = (orbit.folder / "maxwell/.cache/flare/cores").iterdir()
+    assert (entry / "model/weights").read_bytes() == pattern(40 * MIB)
