@@ -10,6 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from flare_workers import spawner
 from flare_workers.jobs import WORKER_DIED, WorkerError
@@ -19,8 +21,14 @@ from flare_workers.spawner import MESSAGE_SIZE, SpawnerHandle, Word
 _REPORT_GRACE = 10.0  # seconds until the spawner must have reported a death that we already see
 _END_GRACE = 1.0  # seconds until a worker that closed its socket has ended by itself, so that we learn how
 _CLOSE_GRACE = 5.0  # seconds in which a worker that was let go ends by itself
+KILL_GRACE = 5.0  # seconds in which a killed worker ends, unless a disk holds it
+_BIRTH_LIMIT = 60.0  # seconds until a spawner that is there has forked a worker, however busy the machine is
 _COLLECT_INTERVAL = 0.1  # seconds between two looks for what a killed spawner leaves
 _SPAWNS_AT_ONCE = 16  # their requests and reports always fit the spawner's socket
+
+
+Identity = tuple[int, int]
+"""A file's device and inode number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,7 @@ class Worker:
         control: Our end of its socketpair, non-blocking.
         death: Its wait status once it is dead; None when the spawner ended and took it along.
         busy: Taken, and neither put back nor buried. Its slot is not used again before that.
+        holds: The files that it may still be in a call on, although it was killed.
     """
 
     index: int
@@ -59,6 +68,7 @@ class Worker:
     death: asyncio.Future[int | None]
     busy: bool = False
     idle_since: float = 0.0
+    holds: frozenset[Identity] = frozenset()
 
 
 class Crew:
@@ -146,24 +156,57 @@ class Crew:
         with contextlib.suppress(OSError):  # a spawner that is gone took its workers along
             self._handle.connection.send(spawner.encode(Word.KILL, worker.index, worker.pid))
 
-    async def bury(self, worker: Worker) -> str:
-        """Make sure that a worker that broke off is dead, and say how it ended."""
+    async def bury(self, worker: Worker, files: frozenset[Identity]) -> str:
+        """Make sure that a worker that broke off is dead, and say how it ended.
+
+        Args:
+            files: As in `end`.
+        """
         await asyncio.wait({worker.death}, timeout=_END_GRACE)
-        worker.control.close()
-        self.kill(worker)  # it may live on with a broken pipe
-        await asyncio.wait({worker.death}, timeout=_REPORT_GRACE)
-        if not worker.death.done():
+        if not await self.end(worker, files):  # it may live on with a broken pipe
             return "hangs and cannot be killed"
-        self._release(worker.index)
         status = worker.death.result()
         return "ended with the process that starts workers" if status is None else _describe(status)
 
+    async def end(self, worker: Worker, files: frozenset[Identity]) -> bool:
+        """Kill a busy worker and wait for its end, but not for ever.
+
+        Args:
+            files: What it works on. A system call on a disk that does not answer outlasts a kill.
+
+        Returns:
+            Whether it is dead. Its slot is free then; else it will be when it ends.
+        """
+        worker.control.close()
+        self.kill(worker)
+        await asyncio.wait({worker.death}, timeout=KILL_GRACE)
+        if not worker.death.done():
+            self._kill_directly(worker)
+            await asyncio.wait({worker.death}, timeout=_END_GRACE)
+        if worker.death.done():
+            self._release(worker.index)
+            return True
+        worker.holds = files
+        worker.busy = False  # nobody waits any more: its death frees the slot
+        return False
+
+    def _kill_directly(self, worker: Worker) -> None:
+        """Kill a worker whose spawner hangs, too: until that has collected it, the number is its own."""
+        with contextlib.suppress(OSError, IndexError):
+            status = Path(f"/proc/{worker.pid}/stat").read_text()
+            if int(status.rpartition(")")[2].split()[1]) == self._handle.pid:
+                os.kill(worker.pid, signal.SIGKILL)
+
+    def files_in_use(self) -> set[Identity]:
+        """The files of workers that could not be killed."""
+        return {each for worker in self._workers.values() for each in worker.holds}
+
     async def close(self) -> None:
-        """Let every worker go and wait for their ends. None may be busy."""
+        """Let every worker go and wait for their ends, unless they cannot be killed. None may be busy."""
         workers = list(self._workers.values())
         for worker in workers:
             worker.control.close()
-        deaths = {worker.death for worker in workers}
+        deaths = {worker.death for worker in workers if not worker.holds}
         if deaths:
             _, late = await asyncio.wait(deaths, timeout=_CLOSE_GRACE)
             for worker in workers:
@@ -213,12 +256,26 @@ class Crew:
                 with theirs:
                     message = spawner.encode(Word.SPAWN, index)
                     socket.send_fds(self._handle.connection, [message], [theirs.fileno()])
-                return await birth
+                await asyncio.wait({birth}, timeout=_BIRTH_LIMIT)
+            if not birth.done():
+                birth.add_done_callback(partial(self._adopt, index, ours))
+                raise WorkerError(
+                    WORKER_DIED, "the process that starts workers does not answer; restart flare"
+                )
+            return birth.result()
         except OSError as error:
             ours.close()
             self._births.pop(index, None)
             self._release(index)
             raise _no_birth(error) from error
+
+    def _adopt(self, index: int, control: socket.socket, birth: asyncio.Future[Worker]) -> None:
+        """Keep a worker that was born when nobody waited for it any more."""
+        if birth.exception() is None:
+            self.put_back(birth.result())
+        else:
+            control.close()
+            self._release(index)
 
     def _attach(self) -> None:
         if not self._attached:

@@ -182,6 +182,7 @@ class Hash:
         file_offset: Bytes before block 0.
         whole: Whether the result holds the SHA-256 of all the bytes read.
         sync: Whether the file is fsynced first, so that what is read is what the disk was told to keep.
+        stall_timeout: Seconds without a block read, after which the job fails.
         drop_cache: Whether pages leave the page cache once they were read.
     """
 
@@ -193,6 +194,7 @@ class Hash:
     file_offset: int = 0
     whole: bool = False
     sync: bool = False
+    stall_timeout: float = STALL_TIMEOUT
     drop_cache: bool = False
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ def _carry_out_orders(control: socket.socket, slot: Slot) -> None:
         slot.state = SlotState.BUSY
         set_title(order.job.title)
         try:
-            watch = Watch(slot, order.number, getattr(order.job, "stall_timeout", 0.0))
+            watch = Watch(slot, order.number, order.job.stall_timeout)
             reply: Result | WorkerError = _carry_out(order, watch)
         except WorkerError as error:
             reply = WorkerError(error.code, error.message, bytes_done=slot.bytes_done, block=error.block)

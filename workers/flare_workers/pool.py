@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flare_workers import handover
-from flare_workers.crew import Crew, Worker, WorkerReport
+from flare_workers.crew import Crew, Identity, Worker, WorkerReport
 from flare_workers.jobs import (
     CANCELLED,
+    STALLED,
     STORAGE,
     WORKER_DIED,
     Channel,
@@ -29,6 +31,7 @@ from flare_workers.jobs import (
     WorkerError,
 )
 from flare_workers.spawner import SpawnerHandle
+from flare_workers.vigil import LOOK_INTERVAL, MARGIN, Vigil, explain_silence
 
 IDLE_LIMIT = 30.0  # seconds; the files of one core follow each other faster than this
 PROGRESS_INTERVAL = 0.25  # seconds; the protocol reports at most four times a second
@@ -67,7 +70,10 @@ class WorkerPool:
         The sockets are given away: after a success they are the caller's again, open and in the blocking mode
         that they had, with the channels of the result; after anything else they are shut down and closed.
         Files stay the caller's, who closes them after this returns: only then no worker uses them any more;
-        that holds when the caller is cancelled too.
+        that holds when the caller is cancelled too. There is one exception: a worker that hangs in a system
+        call on a disk that does not answer cannot be killed before the call returns, and nobody waits for
+        that. Then `still_uses` says so of the file. Such a worker may complete the one write that it is in,
+        and does nothing after it; the file must not be published or written to again, and its name goes.
 
         Args:
             job: What to do.
@@ -97,6 +103,14 @@ class WorkerPool:
     def usable(self) -> bool:
         """Whether jobs can be carried out: no more once the spawner ended."""
         return self._crew.usable and not self._closed
+
+    def still_uses(self, descriptor: int) -> bool:
+        """Whether a worker that could not be killed may still be in a call on this file.
+
+        Args:
+            descriptor: Of the file, however it was opened.
+        """
+        return _identity(descriptor) in self._crew.files_in_use()
 
     def reports(self) -> tuple[WorkerReport, ...]:
         """Every worker there is now."""
@@ -146,20 +160,25 @@ class WorkerPool:
             worker.slot.bytes_done = 0
             assignment.worker = worker
             try:
-                await _hand_over(worker, message, assignment.descriptors())
+                talk = asyncio.ensure_future(_converse(worker, message, assignment.descriptors()))
                 del message  # the keys are the worker's now
-                answer = await _read_answer(worker)
+                answer = await self._attend(assignment, worker, talk)
                 reply = handover.decode_reply(assignment.number, answer)
                 _check_continuity(assignment, reply)
             except (OSError, ValueError) as error:
                 done = worker.slot.bytes_done
                 if isinstance(error, ValueError):
                     self._crew.kill(worker)
-                how = await self._crew.bury(worker)
+                how = await self._crew.bury(worker, assignment.identities)
                 if isinstance(error, ValueError):
                     how = f"answered nonsense: {error}"
                 text = f"the worker process of '{assignment.job.title}' {how}"
                 raise WorkerError(WORKER_DIED, text, bytes_done=done) from error
+            except _SilentError as silence:
+                done = worker.slot.bytes_done
+                ended = await self._crew.end(worker, assignment.identities)
+                text = str(silence) if ended else f"{silence}, and it cannot be ended"
+                raise WorkerError(silence.code, text, bytes_done=done) from None
             finally:
                 assignment.worker = None
         self._crew.put_back(worker)
@@ -167,10 +186,34 @@ class WorkerPool:
             raise reply
         return reply
 
+    async def _attend(self, assignment: _Assignment, worker: Worker, talk: asyncio.Future[bytes]) -> bytes:
+        """Wait for an answer while the worker is seen to live, and for the end of a cancelled job a while."""
+        limit = assignment.job.stall_timeout
+        vigil = Vigil(worker.slot, limit + MARGIN)
+        try:
+            while not talk.done():
+                await asyncio.wait({talk}, timeout=LOOK_INTERVAL)
+                if talk.done():
+                    break
+                if assignment.cancelled_at is not None:
+                    if time.monotonic() - assignment.cancelled_at > CANCEL_GRACE:
+                        raise _SilentError(CANCELLED, "the worker did not let go of the cancelled transfer")
+                elif vigil.is_over():
+                    why = explain_silence(worker.pid)
+                    raise _SilentError(
+                        STALLED, f"the worker gave no sign of life for {limit:g} seconds: {why}"
+                    )
+            return talk.result()
+        finally:
+            talk.cancel()
+            await asyncio.wait({talk})
+            if not talk.cancelled():
+                talk.exception()  # asyncio would print it as forgotten
+
     def _cancel(self, assignment: _Assignment) -> None:
         if assignment.cancelled:
             return
-        assignment.cancelled = True
+        assignment.cancelled_at = time.monotonic()
         worker = assignment.worker
         if worker is None:
             self._crew.wake()
@@ -179,11 +222,6 @@ class WorkerPool:
         worker.slot.cancel(assignment.number)
         for each in assignment.sockets:
             _shut_down(each)
-        asyncio.get_running_loop().call_later(CANCEL_GRACE, self._kill_if_busy, worker, assignment)
-
-    def _kill_if_busy(self, worker: Worker, assignment: _Assignment) -> None:
-        if assignment.worker is worker:
-            self._crew.kill(worker)
 
     def _next_number(self) -> int:
         self._last_number += 1
@@ -200,9 +238,14 @@ class _Assignment:
     channels: tuple[Channel, ...]  # forgotten once they are encoded
     counters: tuple[Counters, ...]  # what tells a used nonce from a new one
     files: tuple[int, ...]
+    identities: frozenset[Identity]  # of the files
     table: int | None = None
     worker: Worker | None = None
-    cancelled: bool = False
+    cancelled_at: float | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self.cancelled_at is not None
 
     @classmethod
     def of(
@@ -214,14 +257,23 @@ class _Assignment:
                 f"a {type(job).__name__} job takes {wanted[0]} sockets and {wanted[1]} files,"
                 f" not {len(sockets)} and {len(files)}"
             )
+        found = {}
         for descriptor in (*(each.fileno() for each, _ in sockets), *files):
             try:
-                os.fstat(descriptor)
+                found[descriptor] = _identity(descriptor)
             except OSError as error:
                 raise ValueError(f"descriptor {descriptor} is not open") from error
         channels = tuple(channel for _, channel in sockets)
         counters = tuple(_counters(channel) for channel in channels)
-        return cls(number, job, tuple(each for each, _ in sockets), channels, counters, tuple(files))
+        return cls(
+            number,
+            job,
+            tuple(each for each, _ in sockets),
+            channels,
+            counters,
+            tuple(files),
+            frozenset(found[each] for each in files),
+        )
 
     @contextlib.contextmanager
     def digests(self) -> Iterator[None]:
@@ -276,6 +328,21 @@ class _Ticker:
         self._timer.cancel()
 
 
+class _SilentError(Exception):
+    """A worker that hangs, or that holds on to a cancelled job."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+async def _converse(worker: Worker, message: bytes, descriptors: list[int]) -> bytes:
+    await _hand_over(worker, message, descriptors)
+    del message  # the keys are the worker's now
+    size = handover.message_size(await _read(worker, handover.PREFIX_SIZE))
+    return await _read(worker, size)
+
+
 async def _hand_over(worker: Worker, message: bytes, descriptors: list[int]) -> None:
     # An idle worker's pipe is empty, so the first bytes and the descriptors always fit at once.
     start = socket.send_fds(worker.control, [message[: handover.PREFIX_SIZE]], descriptors)
@@ -284,11 +351,6 @@ async def _hand_over(worker: Worker, message: bytes, descriptors: list[int]) -> 
         piece = message[start : start + handover.PIECE_SIZE]
         await loop.sock_sendall(worker.control, piece)
         start += len(piece)
-
-
-async def _read_answer(worker: Worker) -> bytes:
-    size = handover.message_size(await _read(worker, handover.PREFIX_SIZE))
-    return await _read(worker, size)
 
 
 async def _read(worker: Worker, size: int) -> bytes:
@@ -311,6 +373,11 @@ def _check_continuity(assignment: _Assignment, reply: Result | WorkerError) -> N
         new[0] < old[0] or new[1] < old[1] for new, old in zip(returned, assignment.counters, strict=True)
     ):
         raise ValueError("it gave back a session whose record counters are lower than before")
+
+
+def _identity(descriptor: int) -> Identity:
+    information = os.fstat(descriptor)
+    return information.st_dev, information.st_ino
 
 
 def _counters(channel: Channel) -> Counters:

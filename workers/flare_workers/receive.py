@@ -43,6 +43,8 @@ def receive(
     sink = Sink(descriptor, job.name, total, drop_cache=job.drop_cache, on_written=tell)
     with closing(sink):
         _receive_body(job, reader, sink, table, watch)
+        if job.sync:
+            watch.announce_sync()
         sink.finish(sync=job.sync)
     counter, ciphertext, plaintext = reader.leftover()
     return replace(channel, receive_counter=counter, ciphertext=ciphertext, plaintext=plaintext)

@@ -70,12 +70,15 @@ class Slot:
 
     @property
     def quiet_seconds(self) -> float:
-        """Seconds since the worker said that it is alive: at least once a second, unless a disk holds it."""
+        """Seconds since the worker said that it is alive: at least once a second, unless a disk holds it.
+
+        0 until a silence is over that it announced.
+        """
         return max(time.monotonic_ns() - int(self._words[_HEARTBEAT]), 0) / 1e9
 
-    def beat(self) -> None:
-        """Say that the worker is alive."""
-        self._words[_HEARTBEAT] = time.monotonic_ns()
+    def beat(self, ahead: float = 0.0) -> None:
+        """Say that the worker is alive, and will not be heard of for some seconds."""
+        self._words[_HEARTBEAT] = time.monotonic_ns() + int(ahead * 1e9)
 
     def cancel(self, job_number: int) -> None:
         """Ask the worker to give up this job, and not a later one; by the pool."""

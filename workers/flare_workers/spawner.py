@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 import warnings
 from contextlib import suppress
@@ -30,6 +31,8 @@ from flare_workers.slots import SLOT_LIMIT, Slots
 _MESSAGE = struct.Struct("<iii")
 MESSAGE_SIZE = _MESSAGE.size
 _EXIT_BUG = 70
+_END_GRACE = 5.0  # seconds in which a spawner that is let go ends by itself; one that was stopped does not
+_END_INTERVAL = 0.005  # seconds between two looks
 _WITHOUT_PIDFD_MILLISECONDS = 200  # systems without pidfd are asked this often whether a worker ended
 
 
@@ -75,8 +78,17 @@ class SpawnerHandle:
         self.connection.close()
         if not self._collected:
             with suppress(ChildProcessError):  # it was collected, but not all of its workers yet
-                os.waitpid(self.pid, 0)
+                self._end()
             self.collect()
+
+    def _end(self) -> None:
+        deadline = time.monotonic() + _END_GRACE
+        while not os.waitpid(self.pid, os.WNOHANG)[0]:
+            if time.monotonic() >= deadline:
+                os.kill(self.pid, signal.SIGKILL)  # not collected yet, so the number is still its own
+                os.waitpid(self.pid, 0)
+                return
+            time.sleep(_END_INTERVAL)
 
 
 def start(*, slots: int = SLOT_LIMIT) -> SpawnerHandle:

@@ -33,6 +33,9 @@ from flare_workers.slots import Slot
 # plaintext and ciphertext of a batch together are about what a core's second-level cache holds.
 BATCH_RECORDS = 8
 _LOOK_MILLISECONDS = 1000  # how long one wait lasts before the worker says that it is alive
+# How many times the stall timeout a disk may take to keep everything. It has caches of its own, and so has
+# a virtual machine's host: gigabytes may have to go before ours, and nothing tells how far that is.
+SYNC_PATIENCE = 5
 _RDHUP = getattr(select, "POLLRDHUP", 0)
 # The kernel wakes us once this much has arrived, not for every segment.
 _LOW_WATER = 2 * MAX_RECORD
@@ -61,6 +64,10 @@ class Watch:
         self.slot.beat()
         if self.slot.is_cancelled(self.job_number):
             raise WorkerError(CANCELLED, "the transfer was cancelled")
+
+    def announce_sync(self) -> None:
+        """Say that the worker will be silent while the disk keeps what it was given."""
+        self.slot.beat(ahead=(SYNC_PATIENCE - 1) * self.stall_timeout)
 
 
 class Line:
