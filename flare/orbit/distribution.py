@@ -138,17 +138,19 @@ class _Push:
         if self.spawner is None:
             raise LocalProtocolError("A core on this host needs upload workers, and none were started.")
         client, node = self.client, delivery.node
+        streams = self.plan.request.streams
         began = time.monotonic()
+        moved = 0
         try:
             missing = await missing_files(client, core_uploads(self.plan.core), node)
-            size = sum(file.size for file in missing)
             if missing:
-                check_room(node, size, self.plan.cache_free)
+                check_room(node, sum(file.size for file in missing), self.plan.cache_free)
                 await check_files(client, self.plan.core, missing)
-                await upload_files(client, node, missing, self.spawner, streams=self.plan.request.streams)
+                began = time.monotonic()
+                moved = await upload_files(client, node, missing, self.spawner, streams=streams)
         except FlareError as problem:
             return Delivered(delivery, error=_explained(delivery, problem))
-        return Delivered(delivery, moved=size, seconds=time.monotonic() - began)
+        return Delivered(delivery, moved=moved, seconds=time.monotonic() - began)
 
     async def fetch(self, deliveries: Sequence[Delivery]) -> list[Delivered]:
         """Have nodes fetch, all at the same time; each has a row on the terminal."""

@@ -72,9 +72,12 @@ async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | 
     await check_files(client, core, missing)
     reporter.note(f"Uploading {len(missing)} files, {size:,} bytes, to {zero.name}.")
     began = time.monotonic()
-    await upload_files(client, zero, missing, spawner, streams=staging.streams)
+    moved = await upload_files(client, zero, missing, spawner, streams=staging.streams)
     seconds = max(time.monotonic() - began, 0.001)
-    reporter.note(f"Uploaded them in {seconds:.1f} s ({size / seconds / 1e6:,.0f} MB/s).")
+    if moved:
+        reporter.note(f"Uploaded {moved:,} bytes in {seconds:.1f} s ({moved / seconds / 1e6:,.0f} MB/s).")
+    else:
+        reporter.note(f"{zero.name} got the core from another command meanwhile.")
 
 
 async def _fetch_from(client: Client, staging: Staging, source: NodeEntry) -> None:

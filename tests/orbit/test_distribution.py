@@ -13,8 +13,24 @@ from flare.orbit.distribution import Delivered, distribute, raise_failures, repo
 from flare.orbit.fabric import Way
 from flare.orbit.push import Delivery, PushPlan, PushRequest
 from flare.orbit.resolve import resolve_local
+from flare.orbit.staging import Staging, stage_core
+from flare.session import Session
 from flare.trust.publishers import PublisherProfile
-from flare.wire.messages import FileRanges, StopReply, Transfer, TransferProgress, TransferReply
+from flare.trust.signed import SignedRecord
+from flare.wire.messages import (
+    FileRanges,
+    Have,
+    HaveReply,
+    Message,
+    Put,
+    PutDone,
+    PutReply,
+    StopReply,
+    Transfer,
+    TransferProgress,
+    TransferReply,
+)
+from flare_workers.spawner import start
 from tests.cores.making import PUBLISHER, write_core
 from tests.orbit.builders import node_entry
 from tests.orbit.fake_node import client_of, fake_node, hang_up, say
@@ -84,6 +100,46 @@ def test_an_upload_needs_workers(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, (delivery(source=None, source_rank=None, way=None),))
     with pytest.raises(LocalProtocolError, match="needs upload workers"):
         asyncio.run(distribute(client, plan, None))
+
+
+def test_only_what_moved_counts_as_moved(tmp_path: Path) -> None:
+    """Another command may have brought some or all of it since the node was asked what it lacks."""
+    spawner = start()
+    there: set[str] = set()
+
+    async def put(session: Session, request: Message) -> None:
+        assert isinstance(request, Put)
+        already = request.name.partition("/")[2] in there
+        await session.send(PutReply(already=already))
+        if not already:
+            await session.receive_data(1 << 20)
+            await session.send(PutDone(request.size))
+
+    async def scenario() -> None:
+        async with fake_node({Have: say(HaveReply(False)), Put: put}) as node:
+            plan = plan_for(tmp_path, (delivery(node=node, source=None, source_rank=None, way=None),))
+            size = plan.core.primary.size
+            for names, moved in ((("model/a",), size), (("model/a", "tiny.safetensors"), 0)):
+                there.update(names)
+                (outcome,) = await distribute(client, plan, spawner)
+                assert (outcome.error, outcome.moved, outcome.to_json()["moved"]) == (None, moved, moved)
+                report_delivered(client, [outcome])
+            staging = Staging(
+                plan.core, [node], SignedRecord("{}", b"", b""), plan.publisher, streams=2, cache_free=1 << 40
+            )
+            await stage_core(client, staging, spawner)
+            there.discard("tiny.safetensors")
+            await stage_core(client, staging, spawner)
+        assert reporter.said[0].startswith(f"maxwell got {size:,} bytes in ")
+        assert reporter.said[1] == "maxwell has the complete core in its cache already."
+        assert reporter.notes[1] == "maxwell got the core from another command meanwhile."
+        assert reporter.notes[3].startswith(f"Uploaded {size:,} bytes in ")
+
+    client, reporter = client_of(tmp_path, [])
+    try:
+        asyncio.run(scenario())
+    finally:
+        spawner.close()
 
 
 def test_progress_fills_the_row_and_a_node_that_goes_away_is_named(tmp_path: Path) -> None:
