@@ -19,8 +19,8 @@ from flare_workers import direct as module
 from flare_workers.blocks import BLOCK_SIZE
 from flare_workers.direct import ALLOCATION, DirectFile
 from flare_workers.jobs import STORAGE, WorkerError
-from flare_workers.sink import Sink
-from flare_workers.system_calls import allocate, is_in_memory
+from flare_workers.sink import PAGE_CACHE_WINDOW, Sink
+from flare_workers.system_calls import SYNC_WRITE, allocate, is_in_memory, sync_file_range
 
 BLOCK = os.urandom(BLOCK_SIZE)
 
@@ -318,6 +318,37 @@ def test_allocating_changes_neither_size_nor_bytes(tmp_path: Path) -> None:
         assert os.fstat(descriptor).st_size == 3 * BLOCK_SIZE
         assert 2 * BLOCK_SIZE <= os.fstat(descriptor).st_blocks * 512 < 3 * BLOCK_SIZE
     assert (tmp_path / "file").read_bytes() == BLOCK + bytes(2 * BLOCK_SIZE)
+
+
+def test_pages_that_the_disk_did_not_take_are_an_error_of_their_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system says so once, to whoever waits for the pages: the fsync at the end succeeds."""
+
+    def broken(descriptor: int, position: int, length: int, flags: int) -> None:
+        if flags != SYNC_WRITE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(DirectFile, "open", lambda *_: None)
+    monkeypatch.setattr("flare_workers.sink.sync_file_range", broken)
+    windows = 3 * PAGE_CACHE_WINDOW // BLOCK_SIZE
+    with (
+        opened(tmp_path / "file", windows * BLOCK_SIZE) as descriptor,
+        closing(Sink(descriptor, "file", windows * BLOCK_SIZE, drop_cache=True)) as sink,
+        pytest.raises(WorkerError, match="cannot write file: Input/output error") as caught,
+    ):
+        for number in range(windows):
+            sink.write(pages(BLOCK), number * BLOCK_SIZE)
+    assert caught.value.code == STORAGE
+
+
+def test_starting_to_write_pages_fails_with_a_reason_or_is_left_to_fsync(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        sync_file_range(-1, 0, 1, SYNC_WRITE)
+    ends = os.pipe()
+    sync_file_range(ends[1], 0, 1, SYNC_WRITE)  # cannot be, and is no failure
+    for each in ends:
+        os.close(each)
 
 
 def test_memory_is_no_disk_that_could_be_written_directly(tmp_path: Path) -> None:

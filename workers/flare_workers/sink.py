@@ -146,14 +146,20 @@ class Sink:
             self._flush(self._flushing, wait=True)
         if self._window is not None:
             start, end = self._window
-            sync_file_range(self._descriptor, start, end - start, SYNC_WRITE)
+            self._sync(start, end, SYNC_WRITE)
         self._flushing, self._window = self._window, None
 
     def _flush(self, window: tuple[int, int], *, wait: bool) -> None:
         start, end = window
         flags = SYNC_WAIT_BEFORE | SYNC_WRITE | SYNC_WAIT_AFTER if wait else SYNC_WRITE
-        sync_file_range(self._descriptor, start, end - start, flags)
+        self._sync(start, end, flags)
         drop_pages(self._descriptor, start, end - start)
+
+    def _sync(self, start: int, end: int, flags: int) -> None:
+        try:
+            sync_file_range(self._descriptor, start, end - start, flags)
+        except OSError as error:
+            raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: OSError) -> WorkerError:
         if error.errno not in _NO_SPACE:

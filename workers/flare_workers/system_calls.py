@@ -11,6 +11,7 @@ from typing import Any, cast
 SYNC_WAIT_BEFORE, SYNC_WRITE, SYNC_WAIT_AFTER = 1, 2, 4
 TMPFS, RAMFS = 0x01021994, 0x858458F6  # linux/magic.h
 _KEEP_SIZE = 1
+_CANNOT_SYNC_RANGES = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE)  # then fsync does it all
 _STATFS_ROOM = 256  # bytes; struct statfs has 120 on 64-bit machines
 
 
@@ -30,9 +31,19 @@ _fstatfs = _load("fstatfs64", ctypes.c_int, ctypes.c_char_p)
 
 
 def sync_file_range(descriptor: int, position: int, length: int, flags: int) -> None:
-    """Start or await the writing of some pages. Errors are not lost: the next fsync reports them."""
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, position, length, flags)
+    """Start or await the writing of some pages.
+
+    Raises:
+        OSError: They could not be written. Linux says it once: the next fsync of this descriptor would not.
+    """
+    if _sync_file_range is None:
+        return
+    while _sync_file_range(descriptor, position, length, flags) != 0:
+        number = ctypes.get_errno()
+        if number in _CANNOT_SYNC_RANGES:
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 def allocate(descriptor: int, position: int, length: int) -> None:
