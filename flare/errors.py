@@ -48,6 +48,11 @@ class FlareError(Exception):
         return _BY_CODE.get(code, FlareError)(message)
 
 
+def sentence(phrase: str) -> str:
+    """Return a phrase, such as a worker's or the system's reason, so that another sentence can follow it."""
+    return f"{phrase.rstrip('. ')}."
+
+
 class UsageError(FlareError):
     """The words of a command do not fit together."""
 

@@ -34,3 +34,7 @@ def test_wire_codes_are_distinct() -> None:
 
 def test_an_unknown_code_is_a_plain_error() -> None:
     assert type(errors.FlareError.from_wire("from_the_future", "x")) is errors.FlareError
+
+
+def test_a_phrase_becomes_a_sentence() -> None:
+    assert errors.sentence("Broken pipe") == errors.sentence("Broken pipe.") == "Broken pipe."

@@ -24,6 +24,7 @@ from flare.errors import (
     StorageError,
     TransferError,
     UnreachableError,
+    sentence,
 )
 from flare.printable import printable
 from flare.session import Session, SessionClosedError
@@ -56,7 +57,7 @@ _WORKER_ERRORS: dict[str, type[FlareError]] = {
 
 def worker_failure(problem: WorkerError) -> FlareError:
     """Return the error that a worker's failure stands for."""
-    return _WORKER_ERRORS.get(problem.code, TransferError)(problem.message)
+    return _WORKER_ERRORS.get(problem.code, TransferError)(sentence(problem.message))
 
 
 async def run_with(node: Node, session: Session, job: Job, descriptor: int) -> Result:
@@ -84,7 +85,7 @@ async def _run(node: Node, job: Job, sock: socket.socket, channel: Channel, desc
         return await node.pool.run(job, sockets=[(sock, channel)], files=[descriptor])
     except WorkerError as problem:
         if problem.code == "closed":
-            raise SessionClosedError(problem.message) from None
+            raise SessionClosedError(sentence(problem.message)) from None
         raise worker_failure(problem) from None
 
 

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 @click.option("--roce-chain", is_flag=True, help="The nodes are cabled as a chain, in this order.")
 @click.option("--transfer-streams", type=int, metavar="N", help="Parallel connections a file (default 8).")
 @click.option(
-    "--resume", is_flag=True, help="Keep verified blocks when a transfer fails, and go on from them."
+    "--resume",
+    is_flag=True,
+    help="Keep verified blocks when a transfer between nodes fails, and go on from them. What this host "
+    "uploads goes on with the files that did not arrive whole, with this option or without it.",
 )
 @click.option("--accept-publisher", metavar="FINGERPRINT", help="Accept this publisher without a question.")
 @json_option

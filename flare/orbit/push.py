@@ -268,7 +268,7 @@ def report_plan(client: Client, plan: PushPlan) -> None:
     ranks = "1 rank" if index.ranks == 1 else f"{index.ranks} ranks"
     reporter.say(f"Core {plan.name}: {index.model}, {index.engine}, {ranks}, {plan.core.reference}")
     for delivery in plan.deliveries:
-        reporter.say(f"  {_line(delivery)}")
+        reporter.say(f"  {_line(delivery, resume=plan.request.resume)}")
     paired = [each for each in plan.deliveries if each.way is not None and each.source_rank is not None]
     if paired and plan.fabric is None:
         reporter.say(
@@ -277,11 +277,12 @@ def report_plan(client: Client, plan: PushPlan) -> None:
         )
 
 
-def _line(delivery: Delivery) -> str:
+def _line(delivery: Delivery, *, resume: bool) -> str:
     if delivery.skipped is not None:
         return f"{delivery.node.name} {delivery.skipped}: nothing is sent"
     what = f"{delivery.node.name} receives {delivery.what}, {delivery.size:,} bytes,"
     if delivery.source is None:
-        return f"{what} from this controller"
+        whole = "; --resume changes nothing here: a file that is cut off starts over" if resume else ""
+        return f"{what} from this controller{whole}"
     held = "; its cache holds it, verified" if delivery.held else ""
     return f"{what} from {delivery.source.name} {delivery.way}{held}"

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flare.errors import FlareError, IntegrityError, StorageError, TransferError
+from flare.errors import (
+    FlareError,
+    IntegrityError,
+    StorageError,
+    TransferError,
+    UnreachableError,
+    sentence,
+)
 from flare.orbit.client import Client
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.reporter import Bar
@@ -30,6 +37,9 @@ from flare_workers.spawner import SpawnerHandle
 SMALLEST_SHARE = 16 * 1024 * 1024  # bytes; below that another connection costs more than it brings
 PUT_TIMEOUT = 300.0  # seconds for the node to make room, and again to put the bytes on its disk
 WAIT = 1.0  # seconds, on average, between two questions whether another command's upload has ended
+AGAIN = (
+    "Run the command again: files that arrived whole are not sent again, one that was cut off starts over."
+)
 MAX_ROUNDS = 4  # of sending what is missing; each beyond the first takes another command that was killed
 
 
@@ -190,13 +200,21 @@ class _Sender:
             if not await self.ask(session):
                 self.progress(self.share.total)
                 return
-            if not self.share.runs:
-                await session.send_data(b"")
-            else:
-                await self.hand_over(session)
-            await session.receive(PutDone, timeout=PUT_TIMEOUT)
+            try:
+                if not self.share.runs:
+                    await session.send_data(b"")
+                else:
+                    await self.hand_over(session)
+                await session.receive(PutDone, timeout=PUT_TIMEOUT)
+            except UnreachableError as problem:
+                raise UnreachableError(f"{self.label} failed: {problem.message} {AGAIN}") from None
             self.progress(self.share.total)
             sending.moved += self.share.total
+
+    @property
+    def label(self) -> str:
+        """What a failure begins with."""
+        return f"Sending {self.file.path.name} to {self.sending.node.name}"
 
     async def ask(self, session: Session) -> bool:
         """Ask whether the node wants the bytes, until nobody else brings them; False: it has them."""
@@ -248,7 +266,5 @@ class _Sender:
 
     def explain(self, problem: WorkerError) -> FlareError:
         kind = {STORAGE: StorageError, CORRUPT: IntegrityError}.get(problem.code, TransferError)
-        return kind(
-            f"Sending {self.file.path.name} to {self.sending.node.name} failed: {problem.message} Nothing "
-            "was started; run the command again to go on."
-        )
+        again = f" {AGAIN}" if kind is TransferError else ""
+        return kind(f"{self.label} failed: {sentence(problem.message)}{again}")

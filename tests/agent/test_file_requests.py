@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from flare.agent.file_requests import worker_failure
 from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile, Marker, write_marker
 from flare.cores.primary import load_primary
 from flare.errors import (
@@ -40,7 +41,7 @@ from flare.session import Session
 from flare.trust.grants import Member, sign_grant
 from flare.trust.signed import KIND_TRANSFER_GRANT
 from flare.wire.messages import Get, Have, Put, PutDone, Stat, Status
-from flare_workers.jobs import Channel
+from flare_workers.jobs import Channel, WorkerError
 from tests.agent.transfer_world import until
 from tests.agent.world import EXPORT, INDEX_SHA256, PUBLISHER, Agent, Peer, descendants_of, drive, wait_for
 from tests.cores.making import write_core
@@ -343,6 +344,12 @@ def parent_of(process: int) -> int | None:
     with contextlib.suppress(OSError):  # it ended while we looked
         return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
     return None
+
+
+def test_a_workers_phrase_becomes_a_sentence() -> None:
+    failure = worker_failure(WorkerError("storage", "cannot read model.gguf: Input/output error"))
+    assert isinstance(failure, StorageError)
+    assert failure.message == "cannot read model.gguf: Input/output error."
 
 
 def test_killed_agent_leaves_nothing_half_received(paired: Agent, controller: Peer) -> None:

@@ -172,6 +172,17 @@ def test_a_source_outside_the_list_gives_the_first_node_a_copy_for_all_others(
     assert zero["bytes"] == one["bytes"]
 
 
+def test_resume_says_that_it_changes_nothing_for_an_upload(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    outcome = orbit.flare(
+        "orbit", "push", str(three_ranks(tmp_path / "made")), "--to", "maxwell", "--resume", *TRUST
+    )
+    assert (
+        "from this controller; --resume changes nothing here: a file that is cut off starts over"
+        in outcome.out
+    )
+
+
 def test_a_packed_core_goes_to_one_node(orbit: Lab, tmp_path: Path) -> None:
     orbit.paired("maxwell", "hertz")
     core = write_packed_core(tmp_path / "core", pattern(3 * MIB + 17))

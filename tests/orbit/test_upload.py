@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flare.cores.reference import LocalReference
-from flare.errors import TransferError
+from flare.errors import TransferError, UnreachableError
 from flare.orbit import upload
 from flare.orbit.client import Client
 from flare.orbit.controller import Controller
@@ -148,6 +149,34 @@ def test_what_another_upload_left_out_is_sent_after_all(tmp_path: Path, spawner:
             assert await upload_files(client, node, files, spawner, streams=1) == 0
             assert reporter.notes == [WAITS]
             assert reporter.bars[0].done >= sum(file.size for file in files)
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_upload_says_what_the_next_one_sends(tmp_path: Path, spawner: SpawnerHandle) -> None:
+    core = core_of(tmp_path / "made")
+
+    async def lose(session: Session, _request: object) -> None:
+        await session.send(PutReply())
+        session.abort("the node died")
+
+    async def lose_at_the_end(session: Session, _request: object) -> None:
+        await session.send(PutReply())
+        await session.receive_data(1 << 30)
+        session.abort("the node died")
+
+    async def scenario() -> None:
+        for put in (lose, lose_at_the_end):
+            async with fake_node({Put: put}) as node:
+                client, _ = client_of(tmp_path, [node])
+                weights = next(file for file in core_uploads(core) if file.name.endswith("weights"))
+                with pytest.raises((TransferError, UnreachableError)) as failed:
+                    await upload_files(client, node, [weights], spawner, streams=1)
+                assert re.fullmatch(
+                    r"Sending weights to maxwell failed: .*[a-z)]\. Run the command again: files that "
+                    r"arrived whole are not sent again, one that was cut off starts over\.",
+                    failed.value.message,
+                ), failed.value.message
 
     asyncio.run(scenario())
 

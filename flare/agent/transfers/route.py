@@ -23,6 +23,7 @@ from flare.errors import (
     TrustError,
     UnreachableError,
     VersionError,
+    sentence,
 )
 from flare.fabric import routes
 from flare.session import Session, SessionClosedError, connect, parse_address
@@ -271,12 +272,12 @@ def title(path: str, number: int, count: int, source: str) -> str:
 
 def explained(problem: FlareError, label: str) -> FlareError:
     """Return a source's failure as this node's: which stream it was, and never as the asker's own end."""
-    sentence = f"{label}: {problem.message}"
+    message = f"{label}: {problem.message}"
     if isinstance(problem, SessionClosedError | UnreachableError):
-        return UnreachableError(sentence)
+        return UnreachableError(message)
     if isinstance(problem, ForbiddenError):
         return TransferError(f"{label} was refused: {problem.message}")
-    return type(problem)(sentence) if isinstance(problem, _KEPT) else TransferError(sentence)
+    return type(problem)(message) if isinstance(problem, _KEPT) else TransferError(message)
 
 
 def _failure(problem: WorkerError, label: str, path: str, source: str) -> FlareError:
@@ -286,7 +287,5 @@ def _failure(problem: WorkerError, label: str, path: str, source: str) -> FlareE
             f"{source}'s copy is damaged. The core was removed from this node's cache; verify the core on "
             f"{source} with `flare core verify`, then push it again."
         )
-    message = problem.message.rstrip(".")
-    if problem.code == STORAGE:
-        return StorageError(f"{label}: {message}.")
-    return TransferError(f"{label}: {message}.")
+    kind = StorageError if problem.code == STORAGE else TransferError
+    return kind(f"{label}: {sentence(problem.message)}")

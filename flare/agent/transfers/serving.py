@@ -189,6 +189,6 @@ async def _relay(node: Node, session: Session, hop: FabricHop, request: FetchFab
             if not isinstance(problem, WorkerError):
                 raise
             failure = worker_failure(problem)
-            raise TransferError(f"Passing {request.file} on from {before}: {failure.message}.") from None
+            raise TransferError(f"Passing {request.file} on from {before}: {failure.message}") from None
     finally:
         await upstream.close()
