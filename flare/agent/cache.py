@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -278,6 +278,34 @@ class Cache:
         except FileNotFoundError:
             return None
 
+    def take_unfinished(self, entry: Entry, brought: Collection[str], own_pins: int) -> Path | None:
+        """Take a core directory out of the cache if it has nothing but what one transfer brought.
+
+        Args:
+            brought: paths of what that transfer put there.
+            own_pins: how many of the entry's pins are the asker's.
+
+        Returns:
+            What is to be deleted; None when it is gone, or stays: others use it, or have put files there.
+        """
+        folder = self.entry_folder(entry)
+        # Looking and renaming happen without an await, so that nobody can put a file there in between.
+        if not folder.is_dir() or self.in_use(folder, own_pins):
+            return None
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                path = str(Path(parent, name).relative_to(folder))
+                if path not in brought and not path.startswith("."):
+                    return None
+        return self.room.take_away(folder)
+
+    def drop_blob(self, name: str) -> None:
+        """Remove a blob that no core directory links."""
+        path = self.paths.blobs / name
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_nlink == 1:
+                path.unlink()
+
     def _is_core_folder(self, folder: Path) -> bool:
         parent = folder.parent
         of_ranks = parent.parent == self.paths.models and parent.name not in ("", ".", "..")
@@ -384,9 +412,14 @@ class Cache:
         except OSError as problem:
             raise describe_os_error(problem, "Cannot publish") from None
 
-    def borrow(self, entry: Entry, place: Place) -> bool:
-        """Give a core directory the file that another one has already; return whether it had it."""
-        source = self.entry_folder(entry) / place.path
+    def borrow(self, entry: Entry, place: Place, path: str | None = None) -> bool:
+        """Give a core directory a file that a directory has already; return whether it had it.
+
+        Args:
+            entry: that directory.
+            path: the file there; None when it has the same one.
+        """
+        source = self.entry_folder(entry) / (path or place.path)
         try:
             ensure_private_folder(place.folder)
             self._link(source, place.folder, place.path)
@@ -427,6 +460,8 @@ class Cache:
         ensure_private_folder(place.folder)
         try:
             self._link(blob, place.folder, place.path)
+        except FileNotFoundError:
+            return False  # it made room for something else just now
         except OSError as problem:
             raise describe_os_error(problem, "Cannot link the blob into") from None
         return True

@@ -10,10 +10,11 @@ import asyncio
 import os
 import stat
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache, Entry, Place
 from flare.cores.index import CACHED_PRIMARY
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, FileStamp, Marker, read_marker
 from flare.cores.primary import load_primary_isolated
@@ -160,6 +161,30 @@ async def signed_at(path: Path) -> Signed:
         while len(_known) > MAX_REMEMBERED:
             _known.popitem(last=False)
     return _known[stamp]
+
+
+async def name_primary(cache: Cache, place: Place, is_wanted: Callable[[Signed], bool]) -> str | None:
+    """Give a directory's primary another name beside its own, which is no part of what was signed.
+
+    Args:
+        place: the name that it is to have; nothing lies there.
+        is_wanted: tells whether it is the right one.
+
+    Returns:
+        Its name so far; None when there is none that is wanted.
+    """
+    assert place.entry is not None, "only cores have primaries"
+    path = await asyncio.to_thread(_primary_in, place.folder, place.entry)
+    if path is None:
+        return None
+    try:
+        if is_wanted(await signed_at(path)) and await asyncio.to_thread(
+            cache.borrow, place.entry, place, path.name
+        ):
+            return path.name
+    except FlareError:
+        pass  # it is no core, or cannot be linked
+    return None
 
 
 def _primary_in(folder: Path, entry: Entry) -> Path | None:

@@ -8,6 +8,7 @@ The marker is written when every wanted byte was checked and is on the disk, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -26,6 +27,7 @@ from flare.agent.transfers.plan import Plan, WantedFile, check_primary, make_pla
 from flare.agent.transfers.receiving import Receiver
 from flare.agent.transfers.route import Route
 from flare.agent.transfers.running import Progress
+from flare.agent.transfers.stock import Stock
 from flare.agent.transfers.waiting import in_thread, settled
 from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile, Marker, read_marker
 from flare.cores.primary import Primary, load_primary_isolated
@@ -36,6 +38,7 @@ from flare.errors import (
     CoreError,
     FlareError,
     IntegrityError,
+    NotFoundError,
     StorageError,
     TrustError,
 )
@@ -85,10 +88,10 @@ class Intake:
         self._progress = progress
         self._folder = node.cache.entry_folder(order.entry)
         self._receiver = Receiver(node, order.route, progress)
+        self._stock = Stock(node.cache, order.entry, order.package)
+        self._lent: dict[str, Place] = {}
         self._marks: dict[str, MarkedFile] = {}
-        self._borrowed: dict[str, MarkedFile] = {}
-        self._markers: list[Marker] = []
-        self._lenders: list[tuple[Entry, Marker]] = []
+        self._blobs: set[str] = set()  # that this transfer brought
         self._fetched = False
         self._exchanging = False  # the primary there is another publisher's, over the same index
 
@@ -97,33 +100,47 @@ class Intake:
 
         Raises:
             IntegrityError: a byte was wrong; the core directory is gone.
-            StorageError: there is no room; nothing of this transfer takes any.
-            FlareError: it failed otherwise; what it brought is gone, unless it can be resumed.
+            FlareError: it failed otherwise. The file that was coming is gone, unless it can be resumed; so is
+                the directory, unless somebody else has files there: then those that came whole stay, too.
         """
         began = time.monotonic()
-        entry = self._order.entry
-        with self._cache.pinned(str(entry)):
-            created = not self._folder.exists()
+        with self._cache.pinned(str(self._order.entry)):
             try:
                 try:
                     await self._carry_out()
                 except OSError as problem:  # the disk is full, or somebody changes the cache by hand
                     raise describe_os_error(problem, "Cannot keep the core in the cache") from problem
+            except IntegrityError as problem:
+                await in_thread(self._forget_partials)
+                removed = await self._remove_entry()
+                await in_thread(self._forget_blobs)
+                if not removed:
+                    raise IntegrityError(f"{problem.message} {_STAYS}") from None
+                raise
             except BaseException as problem:
-                wrong = isinstance(problem, IntegrityError)
-                if wrong or isinstance(problem, StorageError):
+                if isinstance(problem, StorageError):
                     await in_thread(self._forget_partials)
-                if wrong or (created and not self._order.resume):
-                    removed = await self._remove_entry()
-                    if isinstance(problem, IntegrityError) and not removed:
-                        raise IntegrityError(f"{problem.message} {_STAYS}") from None
+                await self._leave()
                 raise
             finally:
+                self._stock.close()
                 await self._receiver.close()
             await in_thread(self._forget_partials)
         return TransferReply(
             bytes=self._progress.transferred, seconds=time.monotonic() - began, verified=True
         )
+
+    async def _leave(self) -> None:
+        """Take back what came, or say what of it is verified where somebody else has files there."""
+        doomed = None
+        if not self._order.resume:
+            doomed = self._cache.take_unfinished(self._order.entry, self._stock.brought, own_pins=1)
+        if doomed is not None:
+            await in_thread(delete, doomed)
+        elif self._marks:
+            with contextlib.suppress(FlareError):  # the failure that ended the transfer says more
+                await in_thread(self._mark, PART_MARKER)
+        await in_thread(self._forget_blobs)
 
     async def _remove_entry(self) -> bool:
         """Remove the core directory; return False where somebody else uses it: then it is unverified."""
@@ -137,14 +154,14 @@ class Intake:
         return True
 
     async def _carry_out(self) -> None:
-        await in_thread(self._read_markers)
+        await in_thread(self._stock.read)
         head, primary, table = await self._primary()
         try:
             package, entry = self._order.package, self._order.entry
             plan = await in_thread(make_plan, primary, table, package, entry.rank, self._order.asked)
             missing = {file.path: await self._missing(file) for file in plan.companions}
             missing[plan.primary.path] = (
-                await self._missing(plan.primary) if head is None else plan.primary.wanted
+                await self._missing(plan.primary) if head is None else await self._lack(plan.primary)
             )
             with await self._make_room(plan, missing) as room:
                 for file in plan.files:
@@ -157,44 +174,17 @@ class Intake:
             if head is not None:
                 await in_thread(head.close, keep=_may_keep(problem))
             raise
-        await in_thread(self._mark, plan)
+        await in_thread(self._mark, AGENT_MARKER if plan.complete else PART_MARKER)
 
     # -- what is here ----------------------------------------------------------------------------
-
-    def _read_markers(self) -> None:
-        """Read what this and other directories say of exactly this core."""
-        entry, package = self._order.entry, self._order.package
-        found = (read_marker(self._folder / name) for name in (AGENT_MARKER, PART_MARKER))
-        own = [marker for marker in found if marker is not None and speaks_of(marker, package)]
-        for other in self._cache.entries():
-            if other != entry and (other.export, other.length) == (entry.export, entry.length):
-                marker = self._cache.marker(other)
-                if marker is not None and speaks_of(marker, package):
-                    self._lenders.append((other, marker))
-        self._markers = [*own, Marker(package.index_sha256, self._borrowed)]
-
-    def _place(self, path: str) -> Place:
-        return self._cache.place("core", f"{self._order.entry}/{path}")
-
-    def _find(self, place: Place) -> int | None:
-        """Return the size of a file in the core directory, linked there now if another place has it."""
-        found = self._cache.find(place)
-        return self._borrow(place) if found is None else found
-
-    def _borrow(self, place: Place) -> int | None:
-        """Link a file that another directory of the same core has, verified."""
-        for other, marker in self._lenders:
-            marked = marker.holds_for(self._cache.entry_folder(other), place.path)
-            if marked is not None and self._cache.borrow(other, place):
-                self._borrowed[place.path] = marked
-                return self._cache.size_of(place)
-        return None
 
     async def _primary(self) -> tuple[Partial | None, Primary, bytes]:
         """Return the primary and its digest table, and the file that they were fetched into, if they were."""
         package = self._order.package
         name = package.files[0]
-        size = await in_thread(self._find, self._place(name))
+        size = await in_thread(self._stock.find, name)
+        if size is None and await self._stock.name_primary():
+            size = package.length
         if size is None:
             return await self._fetch_primary()
         path = self._folder / name
@@ -245,16 +235,14 @@ class Intake:
             ConflictError: a file of that name has another size.
             IntegrityError: its bytes are not the signed ones.
         """
-        place = self._place(file.path)
-        size = await in_thread(self._find, place)
+        place = self._stock.place(file.path)
+        size = await in_thread(self._stock.find, file.path, file.wanted)
         if size is None:
-            return file.wanted
+            return await self._lack(file)
         if size != file.size:
             raise self._conflict(file.path)
-        for marker in self._markers:
-            marked = marker.holds_for(self._folder, file.path)
-            if marked is None:
-                continue
+        marked = await in_thread(self._stock.marked, file.path)
+        if marked is not None:
             has = Ranges.whole(file.covered) if marked.ranges is None else Ranges.of(marked.ranges)
             if not has.covers(file.wanted):
                 return file.wanted.difference(has)
@@ -269,6 +257,14 @@ class Intake:
             os.close(descriptor)
         self._marks[file.path] = MarkedFile(stamp, file.marked_ranges)
         return None
+
+    async def _lack(self, file: WantedFile) -> Ranges:
+        """Return what is to be fetched of a file that is not there: all but what another directory lends."""
+        lent = await in_thread(self._stock.lend, file)
+        if lent is None:
+            return file.wanted
+        self._lent[file.path], has = lent
+        return file.wanted.difference(has)
 
     def _conflict(self, path: str) -> ConflictError:
         return ConflictError(
@@ -296,6 +292,7 @@ class Intake:
             size=file.covered,
             digests=file.digests,
             file_offset=file.start,
+            drop_cache=True,
         )
         try:
             await self._node.pool.run(job, files=[descriptor], on_progress=tell)
@@ -303,7 +300,7 @@ class Intake:
             self._progress.verified = before
             if problem.code != CORRUPT:
                 raise worker_failure(problem) from None
-            if self._place(file.path).digest:
+            if self._stock.place(file.path).digest:
                 self._cache.remove_blob(file.path)
             raise IntegrityError(
                 f'Block {problem.block} of "{file.path}" in this node\'s cache is not the one that its '
@@ -352,17 +349,19 @@ class Intake:
         """Bring a file to its place.
 
         Args:
-            missing: what has to come; the rest of `file.wanted` is in the published file already.
+            missing: what has to come; the rest of `file.wanted` is here already.
             head: the primary's partial file, which has its header and digest table.
             room: what the whole transfer needs.
         """
         partial = head or await self._open_partial(file.path, file.size)
         try:
             has = file.wanted.difference(missing)
-            tops_up = head is None and self._cache.size_of(self._place(file.path)) is not None
+            tops_up = head is None and self._cache.size_of(self._stock.place(file.path)) is not None
             with room.filling(partial.descriptor, file.wanted.difference(partial.kept).total):
                 if tops_up:
-                    await self._copy(file, partial, has)
+                    await self._copy(file, partial, has, self._stock.place(file.path))
+                elif has.runs:
+                    missing = await self._copy_lent(file, partial, missing)
                 rest = await self._go_on(file, partial, missing)
                 await self._receiver.receive(file, partial, rest)
                 stamp = await self._settle(file, partial)
@@ -374,11 +373,23 @@ class Intake:
         await in_thread(partial.discard)
         self._marks[file.path] = MarkedFile(stamp, file.marked_ranges)
 
-    async def _copy(self, file: WantedFile, partial: Partial, has: Ranges) -> None:
-        """Begin with what the published file has: it is never written to, another core may share it."""
-        descriptor = self._cache.open(self._place(file.path))
+    async def _copy_lent(self, file: WantedFile, partial: Partial, missing: Ranges) -> Ranges:
+        """Begin with what another directory lends; return what is missing then."""
+        has = file.wanted.difference(missing)
         try:
-            head = ((0, file.start),) if file.start else ()
+            await self._copy(file, partial, has, self._lent[file.path])
+        except (IntegrityError, NotFoundError) as problem:
+            logger.warning("%s: another directory's copy is of no use: %s", file.path, problem.message)
+            self._progress.total = (self._progress.total or 0) + has.total
+            return file.wanted
+        return missing
+
+    async def _copy(self, file: WantedFile, partial: Partial, has: Ranges, source: Place) -> None:
+        """Begin with what a published file has: it is never written to, another core may share it."""
+        descriptor = self._cache.open(source)
+        try:
+            tops_up = source == self._stock.place(file.path)
+            head = ((0, file.start),) if file.start and tops_up else ()
             runs = (*head, *file.on_disk(has))
             copying = asyncio.ensure_future(asyncio.to_thread(partial.copy_from, descriptor, runs))
             try:
@@ -404,7 +415,7 @@ class Intake:
     async def _settle(self, file: WantedFile, partial: Partial) -> FileStamp:
         """Put a file on the disk; check the name of one that is named by its digest."""
         try:
-            if self._place(file.path).digest:
+            if self._stock.place(file.path).digest:
                 found = await self._node.digest(partial.descriptor, file.path, file.size)
                 if f"{found.hex()}.safetensors" != file.path:
                     raise IntegrityError(
@@ -418,31 +429,37 @@ class Intake:
         return FileStamp.of(os.fstat(partial.descriptor))
 
     async def _publish(self, file: WantedFile, partial: Partial, tops_up: bool) -> None:
-        place = self._place(file.path)
+        place = self._stock.place(file.path)
         exchanges = self._exchanging and file.path == self._order.package.files[0]
         if tops_up or exchanges:
             await self._cache.replace(partial.location, place, own_pins=1 if exchanges else None)
         else:
             self._cache.begin_writing(place)
+            if place.digest:
+                self._blobs.add(file.path)
             await in_thread(self._cache.publish, partial.location, place)
         there = (self._folder / file.path).stat()
         if there.st_ino != os.fstat(partial.descriptor).st_ino:
             raise ConflictError(f"Somebody else sent {file.path} at the same time. Push it again.")
+        if not tops_up and not exchanges:
+            self._stock.brought.add(file.path)
 
-    def _mark(self, plan: Plan) -> None:
-        """Write the marker, unless the one that is there says as much already."""
-        name = AGENT_MARKER if plan.complete else PART_MARKER
-        wanted = {file.path for file in plan.files}
+    def _mark(self, name: str) -> None:
+        """Write a marker, unless the one that is there says as much already."""
         there = read_marker(self._folder / name)
         package = self._order.package
         if there is not None and speaks_of(there, package):
-            same = all(there.files.get(path) == self._marks[path] for path in wanted)
+            same = all(there.files.get(path) == mark for path, mark in self._marks.items())
             if same and not self._fetched:
                 return
             marks = {path: mark for path, mark in there.files.items() if there.holds_for(self._folder, path)}
             self._marks = {**marks, **self._marks}
         marker = Marker(package.index_sha256, self._marks, package.publisher)
         self._cache.mark(self._order.entry, marker, name)
+
+    def _forget_blobs(self) -> None:
+        for name in self._blobs:
+            self._cache.drop_blob(name)
 
     def _forget_partials(self) -> None:
         shutil.rmtree(self._cache.resuming / str(self._order.entry), ignore_errors=True)
