@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from flare.errors import FlareError, RemoteProtocolError
 
-MAX_DEPTH = 32  # deeper nesting has no use here and costs recursion
+MAX_DEPTH = 32  # deeper nesting has no use in what we write and costs recursion
 MAX_COUNT = 2**53 - 1  # the largest integer that every JSON reader keeps exactly
 DEFAULT_TEXT_LIMIT = 64 * 1024  # characters in one string member unless its reader says otherwise
 
@@ -44,6 +44,7 @@ def loads(
     what: str,
     error: ErrorClass = RemoteProtocolError,
     values: int | None = None,
+    depth: int = MAX_DEPTH,
 ) -> dict[str, Any]:
     """Parse one JSON object under all rules.
 
@@ -54,6 +55,7 @@ def loads(
         error: the class that is raised; a parser of a peer's bytes keeps the default.
         values: the most commas, colons and opening brackets outside strings: what parsing costs depends on
             those and not on the bytes. None for no bound.
+        depth: the most levels of nesting.
 
     Raises:
         error: what is wrong, beginning with `what`.
@@ -65,7 +67,7 @@ def loads(
     except UnicodeDecodeError as problem:
         raise error(f"{what} is not UTF-8 (byte {problem.start}).") from None
     try:
-        _check_shape(data if isinstance(data, bytes) else text.encode(), what, error, values)
+        _check_shape(data if isinstance(data, bytes) else text.encode(), what, error, values, depth)
     except UnicodeEncodeError:
         raise error(f"{what} has a lone surrogate in a string.") from None
 
@@ -101,7 +103,7 @@ def loads(
     return value
 
 
-def _check_shape(data: bytes, what: str, error: ErrorClass, values: int | None) -> None:
+def _check_shape(data: bytes, what: str, error: ErrorClass, values: int | None, depth: int) -> None:
     """Count how deep brackets are nested before the parser recurses, and how much it would have to build.
 
     Strangers may send megabytes, so this works on the whole text at once and not byte by byte: what stands
@@ -113,13 +115,13 @@ def _check_shape(data: bytes, what: str, error: ErrorClass, values: int | None) 
     if too_many or (values is not None and len(outside.translate(None, _NOT_BEFORE_VALUES)) > values):
         raise error(f"{what} has more than {values} members and items.")
     brackets = outside.translate(_BRACKETS, _NOT_BRACKETS)
-    for _ in range(MAX_DEPTH):
+    for _ in range(depth):
         shorter = brackets.replace(b"[]", b"")
         if len(shorter) == len(brackets):
             break
         brackets = shorter
-    if b"[]" in brackets or b"[" * (MAX_DEPTH + 1) in brackets:
-        raise error(f"{what} is nested deeper than {MAX_DEPTH} levels.")
+    if b"[]" in brackets or b"[" * (depth + 1) in brackets:
+        raise error(f"{what} is nested deeper than {depth} levels.")
 
 
 def _refuse_surrogates(value: object, what: str, error: ErrorClass) -> None:

@@ -27,6 +27,8 @@ MAX_BODY: Final = 32 << 20
 """Bytes of a request: a long context with a few pictures in it."""
 MAX_VALUES: Final = 1 << 20
 """Members and items of a request: a prompt as a list of tokens, longer than any context here."""
+MAX_DEPTH: Final = 128
+"""Levels of nesting of a request: the schemas of tools and answers are nested deeply."""
 MAX_HELD: Final = 512 << 20
 """Bytes of all requests that are read, wait or run: what clients can make this process hold."""
 BODY_LIMIT: Final = 120.0
@@ -402,7 +404,7 @@ def _is_own(host: str | None, names: frozenset[str]) -> bool:
 def _check_json(body: bytearray) -> web.Response | None:
     """Return the refusal of what is not a JSON object: the engine takes that for a fault of its own."""
     try:
-        loads(bytes(body), limit=MAX_BODY, what="The request", values=MAX_VALUES)
+        loads(bytes(body), limit=MAX_BODY, what="The request", values=MAX_VALUES, depth=MAX_DEPTH)
     except RemoteProtocolError as problem:
         return refusal(400, "invalid_json", problem.message)
     return None

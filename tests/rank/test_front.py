@@ -500,6 +500,19 @@ def test_what_is_no_json_object_is_the_clients_fault(body: bytes) -> None:
     run(work())
 
 
+@pytest.mark.parametrize(("levels", "status"), [(100, 200), (200, 400)])
+def test_deep_schemas_pass_and_endless_ones_do_not(levels: int, status: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+
+    async def work() -> None:
+        async with opened() as lab, lab.client.post(lab.url + PATH, json={"json_schema": schema}) as response:
+            assert response.status == status
+
+    asyncio.run(work())
+
+
 def test_a_body_that_is_announced_too_long_is_refused_before_it_comes() -> None:
     async def work() -> None:
         async with opened() as lab, half_sent(lab, 0, module.MAX_BODY + 1) as answer:
