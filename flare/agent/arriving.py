@@ -14,10 +14,12 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Hashable
+from contextlib import ExitStack
 from pathlib import Path
 
 from flare.agent.cache import Cache, Entry, Place
 from flare.agent.inventory import Signed, signed_at
+from flare.agent.room import Reservation
 from flare.agent.transfers.waiting import in_thread
 from flare.errors import (
     BusyError,
@@ -50,9 +52,15 @@ class BroughtByOtherError(Exception):
 
 
 class _File:
-    """One file that is being received by one or more streams of one upload."""
+    """One file that is being received by one or more streams of one upload.
 
-    def __init__(self, path: Path, size: int, publisher: str | None, uploader: Hashable) -> None:
+    Args:
+        room: what is kept for all of it, until it is closed.
+    """
+
+    def __init__(
+        self, path: Path, size: int, publisher: str | None, uploader: Hashable, room: Reservation
+    ) -> None:
         self.path = path
         self.size = size
         self.uploader = uploader
@@ -64,6 +72,10 @@ class _File:
         self.descriptor = os.open(
             path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
+        self._held = ExitStack()
+        self._held.callback(os.close, self.descriptor)
+        self._held.enter_context(room)
+        self._held.enter_context(room.filling(self.descriptor, size))
 
     @property
     def moves(self) -> bool:
@@ -76,7 +88,7 @@ class _File:
 
     def close(self) -> None:
         """Close and remove; a published file has its name elsewhere."""
-        os.close(self.descriptor)
+        self._held.close()
         self.path.unlink(missing_ok=True)
 
 
@@ -150,6 +162,7 @@ class Arrivals:
         self._digest = digest
         self.is_fetched: Callable[[Entry], bool] = lambda entry: False
         self._files: dict[Place, _File] = {}
+        self._beginning = asyncio.Lock()
 
     async def begin(
         self,
@@ -188,21 +201,36 @@ class Arrivals:
                 f"The cache holds a file named {place.path} with another size. Remove that core there first."
             )
         name = place.path if place.entry is None else str(place.entry)
-        self._check_whose(place, uploader)  # nothing is evicted for who waits
         with self._cache.pinned(name):
-            await self._cache.make_room(ranges.total)
-        # From here to the end there is no await: of two streams for the same bytes exactly one goes on.
-        if replacing is None and self._cache.size_of(place) == size:
-            return None
-        self._check_whose(place, uploader)
-        file = self._files.get(place)
-        if file is None:
-            try:
-                file = _File(self._cache.new_arrival(), size, replacing, uploader)
-                os.truncate(file.descriptor, size)
-            except OSError as problem:
-                raise describe_os_error(problem, "Cannot make a file in the cache") from None
-            self._files[place] = file
+            async with self._beginning:  # the first share of a file makes room for all of it
+                self._check_whose(place, uploader)  # nothing is evicted for who waits
+                with ExitStack() as unused:
+                    room = None
+                    if place not in self._files:
+                        room = unused.enter_context(await self._cache.room.reserve(size))
+                    # From here to the end there is no await: of two streams for the same bytes exactly one
+                    # goes on.
+                    if replacing is None and self._cache.size_of(place) == size:
+                        return None
+                    self._check_whose(place, uploader)
+                    if room is not None:
+                        self._files[place] = self._new_file(size, replacing, uploader, room)
+                        unused.pop_all()
+                return self._begin(place, size, ranges, replacing)
+
+    def _new_file(self, size: int, publisher: str | None, uploader: Hashable, room: Reservation) -> _File:
+        file = None
+        try:
+            file = _File(self._cache.new_arrival(), size, publisher, uploader, room)
+            os.truncate(file.descriptor, size)
+        except OSError as problem:
+            if file is not None:
+                file.close()
+            raise describe_os_error(problem, "Cannot make a file in the cache") from None
+        return file
+
+    def _begin(self, place: Place, size: int, ranges: Ranges, replacing: str | None) -> Stream:
+        file = self._files[place]
         if file.size != size or file.publisher != replacing:
             what = "with another size" if file.size != size else "from another publisher"
             raise ConflictError(
@@ -217,7 +245,7 @@ class Arrivals:
         file.done = file.done.difference(ranges)
         file.active.append(ranges)
         self._cache.begin_writing(place)
-        self._cache.pin(name)
+        self._cache.pin(place.path if place.entry is None else str(place.entry))
         return Stream(self, place, file, ranges)
 
     def _check_whose(self, place: Place, uploader: Hashable) -> None:

@@ -225,14 +225,6 @@ class Cache:
         except OSError:
             raise NotFoundError(f"The cache does not hold {place.path}.") from None
 
-    async def make_room(self, missing: int) -> None:
-        """Evict what nobody uses until so many bytes fit.
-
-        Raises:
-            StorageError: they do not; nothing was evicted then.
-        """
-        (await self.room.reserve(missing)).release()
-
     # -- removing -------------------------------------------------------------------------------
 
     def remove_blob(self, name: str) -> None:

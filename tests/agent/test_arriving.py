@@ -12,7 +12,7 @@ import pytest
 from flare.agent import arriving
 from flare.agent.arriving import Arrivals, BroughtByOtherError
 from flare.agent.cache import Cache, Entry
-from flare.errors import BusyError, ConflictError, IdentityError, TransferError
+from flare.errors import BusyError, ConflictError, IdentityError, StorageError, TransferError
 from flare.paths import Paths
 from flare_workers.ranges import Ranges
 from tests.agent.world import drive
@@ -134,6 +134,39 @@ def test_an_upload_and_a_transfer_of_one_core_wait_for_each_other(cache: Cache) 
         await rest.finish()
         await waiting
         await arrivals.wait_for(Entry("cd" * 16, 100))
+
+    drive(scenario())
+
+
+def test_a_file_counts_once_from_its_first_share_on(tmp_path: Path) -> None:
+    mib = 1 << 20
+    cache = Cache(Paths.from_environment({"HOME": str(tmp_path)}), 10 * mib)
+    cache.prepare()
+
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        first, second = (cache.place("core", f"{ENTRY}/{name}.safetensors") for name in ("a", "b"))
+        halves = [Ranges.of(((half * 4 * mib, 4 * mib),)) for half in range(2)]
+        streams = [await arrivals.begin(first, 8 * mib, half) for half in halves]
+        with pytest.raises(StorageError, match="has room for 2097152 bytes, but 4194304 are needed"):
+            await arrivals.begin(second, 4 * mib, Ranges.whole(4 * mib))
+        for stream in streams:
+            assert stream is not None
+            os.pwrite(stream.descriptor, os.urandom(4 * mib), stream.ranges.runs[0][0])
+            os.fsync(stream.descriptor)
+        assert await cache.room.available() == 2 * mib
+        for stream in streams:
+            assert stream is not None
+            await stream.finish()
+        assert await cache.room.available() == 10 * mib  # nobody uses it
+        failing = await arrivals.begin(second, 2 * mib, Ranges.whole(2 * mib))
+        assert failing is not None
+        assert await cache.room.available() == 0  # its directory is in use now
+        failing.fail()
+        assert await cache.room.available() == 10 * mib
+        with pytest.raises(StorageError):
+            await arrivals.begin(second, 1 << 62, Ranges.whole(1 << 62))
+        assert await cache.room.available() == 10 * mib
 
     drive(scenario())
 

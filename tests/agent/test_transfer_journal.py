@@ -172,6 +172,6 @@ def test_what_could_be_resumed_makes_room(cache: Cache, monkeypatch: pytest.Monk
     partial.close(keep=True)
     limited = Cache(cache.paths, 5 * MIB)
     with limited.pinned(str(ENTRY)), pytest.raises(StorageError, match="has room for"):
-        asyncio.run(limited.make_room(4 * MIB))
-    asyncio.run(limited.make_room(4 * MIB))
+        asyncio.run(limited.room.reserve(4 * MIB))
+    asyncio.run(limited.room.reserve(4 * MIB))
     assert not partial.location.parent.exists()
