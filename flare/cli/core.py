@@ -76,11 +76,17 @@ def verify(path: str, as_json: bool) -> None:
     """Digest all of a core's stored data against its signed index."""
     from pathlib import Path
 
-    from flare.cli.output import human_bytes, human_duration, human_rate, print_json, progress, say
+    from flare.cli.output import human_bytes, human_duration, human_rate, print_json, progress, say, warn
+    from flare.cores.orbit_limits import excess, names_of
+    from flare.cores.primary import load_primary
     from flare.cores.verify import verify_core
 
+    primary = load_primary(Path(path))
     with progress() as add:
-        report = verify_core(Path(path), progress=lambda label, total: add(label, total).advance)
+        report = verify_core(primary, progress=lambda label, total: add(label, total).advance)
+    too_many = excess(names_of(primary.index, Path(path).name))
+    if too_many is not None:
+        warn(too_many)
     if as_json:
         print_json(
             {

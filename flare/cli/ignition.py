@@ -64,6 +64,7 @@ def export(
     from flare.cli.signals import ending_cleanly
     from flare.cores.export import check_revision, export_core
     from flare.cores.index import Layout
+    from flare.cores.orbit_limits import excess, names_of
     from flare.cores.primary import load_primary
     from flare.cores.publisher_keys import load_publisher
     from flare.engines.discovery import BINARIES
@@ -88,6 +89,9 @@ def export(
     index = load_primary(path).index
     if index.engine not in BINARIES:
         warn(f"No rank of this version of flare runs {index.engine} yet: this core can be stored and pushed.")
+    too_many = excess(names_of(index, path.name))
+    if too_many is not None:
+        warn(too_many)
     if as_json:
         print_json(
             {

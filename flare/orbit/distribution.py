@@ -118,6 +118,8 @@ class _Push:
 
     async def run(self) -> list[Delivered]:
         first, *others = self.plan.deliveries
+        if any(delivery.source is not None and delivery.skipped is None for delivery in self.plan.deliveries):
+            self.grant()  # one that is too large is refused before a byte moves
         try:
             if first.skipped is None and first.source_rank is None:
                 # The first node's copy is what all others are made from.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flare.cores.orbit_limits import check_part
 from flare.cores.reference import CoreReference, parse_reference
 from flare.errors import UsageError, VersionError
 from flare.orbit.acceptance import accept_publisher
@@ -216,6 +217,8 @@ def _delivery(core: Core, request: PushRequest, rank: int, answer: Answer[Status
     index = core.primary.index
     per_rank = index.layout == "multi_host" and len(request.nodes) == index.ranks
     complete = rank == 0 or not per_rank
+    if not complete:
+        check_part(index, rank)
     directory = core.entry if complete else f"{core.entry}-rank{rank}"
     files = complete_files(core) if complete else rank_files(core, rank)
     skipped = None

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from flare.cores.orbit_limits import check_fits
 from flare.cores.primary import Primary, load_primary, load_primary_isolated
 from flare.cores.reference import CoreReference, LocalReference, NodeReference
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
@@ -79,16 +80,19 @@ async def resolve_core(client: Client, reference: CoreReference) -> Core:
     """Find, read and verify a core's index; whether its publisher is trusted is not said yet.
 
     Raises:
-        UnsupportedError: a repository, which this version cannot acquire.
+        UnsupportedError: a repository, which this version cannot acquire; or a core of too many files.
         UsageError: what looks like a repository is a file here.
         NotFoundError: no such file or node.
         CoreError, TrustError: it is no core, or its signature is missing or wrong.
         UnreachableError: the node that holds it does not answer.
     """
-    if isinstance(reference, LocalReference):
-        return resolve_local(reference)
-    if isinstance(reference, NodeReference):
-        return await resolve_on_node(client, reference)
+    if isinstance(reference, LocalReference | NodeReference):
+        if isinstance(reference, LocalReference):
+            core = resolve_local(reference)
+        else:
+            core = await resolve_on_node(client, reference)
+        check_fits([name for name, _ in core.files])  # before anything is planned
+        return core
     if Path(str(reference)).exists():
         raise UsageError(f"{reference} is the name of a repository. For the file here write ./{reference}")
     raise UnsupportedError(

@@ -9,15 +9,17 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-from flare.errors import LocalProtocolError, RemoteProtocolError
+from flare.errors import LocalProtocolError, RemoteProtocolError, UnsupportedError
 from flare.identity import Identity
 from flare.limits import MAX_FILES, MAX_RANKS
 from flare.paths import check_name
-from flare.strict_json import Reader
+from flare.strict_json import Reader, canonical
 from flare.trust.signed import (
     KIND_RUN_GRANT,
     KIND_TRANSFER_GRANT,
+    MAX_BODY,
     SignedRecord,
+    TooLargeError,
     open_record,
     read_public_key,
     sign,
@@ -310,10 +312,20 @@ def sign_grant(identity: Identity, grant: Grant) -> SignedRecord:
 
     Raises:
         LocalProtocolError: a run grant without a launch key's digest, or the other way round.
+        UnsupportedError: it is larger than nodes accept: too many members, with too many cables and files.
     """
     if (grant.kind == KIND_RUN_GRANT) != (grant.launch_key_sha256 is not None):
         raise LocalProtocolError("A run grant names the launch key's digest; a transfer grant does not.")
-    return sign(identity, grant.to_json())
+    try:
+        return sign(identity, grant.to_json())
+    except TooLargeError as problem:
+        names = len(canonical(list(grant.package.files)))
+        raise UnsupportedError(
+            f"The grant for {grant.name} would have {problem.size:,} bytes; nodes take at most {MAX_BODY:,}. "
+            f"{len(grant.package.files):,} file names take {names:,} of them, {len(grant.members)} members "
+            "and the cables between them most of the rest. Name fewer nodes at once, or put the model into "
+            "fewer files."
+        ) from None
 
 
 # Every stream of every file shows the same grant, twice: its signature and its body are looked at once. Pure,

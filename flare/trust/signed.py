@@ -22,6 +22,18 @@ KIND_TRANSFER_GRANT = "transfer_grant"
 KIND_RUN_GRANT = "run_grant"
 
 
+class TooLargeError(LocalProtocolError):
+    """A body is larger than a reader accepts.
+
+    Attributes:
+        size: its bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"A signed body of {size} bytes is larger than the {MAX_BODY} allowed.")
+        self.size = size
+
+
 @dataclass(frozen=True, slots=True)
 class SignedRecord:
     """A body with its signature, not yet believed.
@@ -76,13 +88,14 @@ def sign(identity: Identity, body: Mapping[str, Any]) -> SignedRecord:
         body: has a "kind".
 
     Raises:
-        LocalProtocolError: it has no kind, or is larger than a reader accepts.
+        LocalProtocolError: it has no kind.
+        TooLargeError: it is larger than a reader accepts.
     """
     if not isinstance(body.get("kind"), str):
         raise LocalProtocolError('A signed body needs a "kind"; this one has none.')
     text = canonical(dict(body))
     if len(text) > MAX_BODY:
-        raise LocalProtocolError(f"A signed body of {len(text)} bytes is larger than the {MAX_BODY} allowed.")
+        raise TooLargeError(len(text))
     return SignedRecord(text, identity.public_key, identity.sign(text.encode("ascii")))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flare.cores import orbit_limits
 from flare.cores.publisher_keys import accept_publisher
 from flare.files import ensure_private_folder, write_atomic
 from flare.paths import Paths
@@ -103,3 +104,13 @@ def test_a_file_that_cannot_be_read_is_no_fault_of_the_words(
     code, _, err = call(capsys, *words, str(path))
     assert code not in (0, 2)
     assert "Usage:" not in err
+
+
+def test_a_core_that_no_grant_can_name_is_verified_with_a_warning(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = gguf_core(tmp_path)
+    monkeypatch.setattr(orbit_limits, "MAX_ORBIT_FILES", 1)
+    code, out, err = call(capsys, "core", "verify", str(path))
+    assert (code, out[:8]) == (0, "Verified")
+    assert "This core has 2 files" in err

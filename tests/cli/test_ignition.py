@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flare.cores import orbit_limits
 from flare.cores.primary import load_primary
 from flare.cores.publisher_keys import create_publisher
 from flare.identity import Identity
@@ -48,6 +49,15 @@ def test_export(capsys: Capture, tmp_path: Path, publisher: Identity) -> None:
     assert "Tiny for llama.cpp on cpu, 2 ranks on 2 hosts" in out
     assert f"signed by acme, fingerprint {publisher.fingerprint}" in out
     assert load_primary(path).publisher == publisher.public_key
+
+
+def test_a_core_that_no_grant_can_name_is_made_with_a_warning(
+    capsys: Capture, tmp_path: Path, publisher: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbit_limits, "MAX_ORBIT_NAMES", 10)
+    code, _, err = export(capsys, gguf(tmp_path / "Tiny.gguf"), tmp_path / "core")
+    assert code == 0
+    assert "`flare orbit` pushes and runs cores of at most 8,192 files with 10 bytes of names" in err
 
 
 def test_json(capsys: Capture, tmp_path: Path, publisher: Identity) -> None:

@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from flare.cores.reference import LocalReference
-from flare.errors import LocalProtocolError, RemoteProtocolError, StorageError, TransferError
+from flare.errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    StorageError,
+    TransferError,
+    UnsupportedError,
+)
 from flare.orbit.distribution import Delivered, distribute, raise_failures, report_delivered
 from flare.orbit.fabric import Way
 from flare.orbit.push import Delivery, PushPlan, PushRequest
 from flare.orbit.resolve import resolve_local
 from flare.orbit.staging import Staging, stage_core
 from flare.session import Session
+from flare.trust import signed
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import SignedRecord
 from flare.wire.messages import (
@@ -182,3 +189,13 @@ def test_a_node_that_answers_nonsense_is_named(tmp_path: Path) -> None:
     (outcome,) = asyncio.run(scenario())
     assert isinstance(outcome.error, RemoteProtocolError)
     assert "Rank 0's data did not get from maxwell to maxwell: " in outcome.error.message
+
+
+def test_a_grant_that_is_too_large_is_refused_before_a_byte_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = client_of(tmp_path, [])
+    monkeypatch.setattr(signed, "MAX_BODY", 500)
+    deliveries = (delivery("maxwell", rank=0, source=None, source_rank=None, way=None), delivery())
+    with pytest.raises(UnsupportedError, match=r"The grant for tiny would have .* Name fewer nodes at once"):
+        asyncio.run(distribute(client, plan_for(tmp_path, deliveries), None))

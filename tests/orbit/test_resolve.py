@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from flare.cores import orbit_limits
 from flare.cores.reference import LocalReference
-from flare.errors import CoreError, NotFoundError
-from flare.orbit.resolve import resolve_local
+from flare.errors import CoreError, NotFoundError, UnsupportedError
+from flare.orbit.resolve import resolve_core, resolve_local
 from tests.cores.making import write_core, write_packed_core
+from tests.orbit.fake_node import client_of
 
 
 def test_a_core_here_knows_its_files_and_cache_entry(tmp_path: Path) -> None:
@@ -51,3 +54,14 @@ def test_what_is_missing_or_changed_is_named(tmp_path: Path) -> None:
     (tmp_path / "model/a.gguf").rmdir()
     with pytest.raises(CoreError, match=r"needs the file model/a\.gguf beside it, and no such file is here"):
         resolve_local(LocalReference(str(primary)))
+
+
+def test_a_core_that_no_grant_can_name_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = LocalReference(str(write_core(tmp_path, {"model/a.gguf": b"a", "model/b": b"b"})))
+    client, _ = client_of(tmp_path, [])
+    assert asyncio.run(resolve_core(client, reference)).files
+    monkeypatch.setattr(orbit_limits, "MAX_ORBIT_FILES", 2)
+    with pytest.raises(UnsupportedError, match=r"This core has 3 files, .* fewer, larger files"):
+        asyncio.run(resolve_core(client, reference))

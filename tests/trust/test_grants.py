@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from flare.errors import (
     LocalProtocolError,
     RemoteProtocolError,
     UnreachableError,
+    UnsupportedError,
 )
 from flare.identity import Identity
 from flare.trust.controllers import ControllerSet
@@ -151,6 +153,18 @@ def test_the_launch_keys_digest_is_in_a_run_grant_alone() -> None:
         sign_grant(CONTROLLER, replace(RUN_GRANT, launch_key_sha256=None))
     with pytest.raises(LocalProtocolError, match="names the launch key's digest"):
         sign_grant(CONTROLLER, replace(TRANSFER_GRANT, launch_key_sha256="00" * 32))
+
+
+def test_a_grant_that_no_node_would_take_is_not_signed() -> None:
+    files = tuple(f"{number:0200d}" for number in range(6000))
+    package = replace(TRANSFER_GRANT.package, files=files)
+    with pytest.raises(UnsupportedError) as refused:
+        sign_grant(CONTROLLER, replace(TRANSFER_GRANT, package=package))
+    assert re.fullmatch(
+        r"The grant for glm53 would have 1,21\d,\d\d\d bytes; nodes take at most 1,048,576\. 6,000 file "
+        r"names take 1,218,001 of them, 2 members and .* Name fewer nodes at once, or .* fewer files\.",
+        refused.value.message,
+    ), refused.value.message
 
 
 def _at(path: str) -> Callable[[dict[str, Any], Any], None]:
