@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
+import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,11 @@ import pytest
 
 from flare.cores.marker import read_marker
 from flare.errors import FlareError, StorageError, TransferError, UnreachableError
+from flare.session import connect
+from flare.wire.handshake import PROTOCOL_VERSION
+from flare.wire.messages import Hello, Put
 from tests.agent.test_transfer_failures import a_push, flip, outcome
+from tests.agent.test_transfer_refusals import Asker, a_core, receive
 from tests.agent.transfer_world import MIB, Gate, Push, asking, nothing_left, random_bytes, start
 from tests.agent.world import Agent, Peer, drive
 from tests.cores.making import write_core, write_packed_core
@@ -206,3 +213,31 @@ def test_a_failed_transfer_takes_its_blobs_away(
     drive(scenario())
     push.same(pair[1])
     assert files_of(blobs) == set(files)
+
+
+def test_what_a_session_fetched_from_stays_until_it_ends(
+    new_agent: Callable[..., Agent], controller: Peer, tmp_path: Path
+) -> None:
+    source = new_agent("source")
+    limit(source, "10MiB")
+    start((source,), controller)
+    asker = Asker(source, controller, a_core(tmp_path), in_place=False)
+    folder = asker.push.folder(source)
+    shutil.copytree(tmp_path / "core", folder)
+    other = Put(kind="core", name=f"{'ef' * 16}-5/core.safetensors", size=8 * MIB)
+
+    async def scenario() -> None:
+        hello = Hello(PROTOCOL_VERSION, asker.node.key)
+        session = await connect(source.host, source.port, asker.node.identity, hello=hello)
+        for _ in range(2):
+            assert len(await receive(session, asker.fetch())) == MIB
+            with pytest.raises(StorageError, match="has room for"):
+                await controller.ask(source, other)
+        await session.close()
+        deadline = time.monotonic() + 60
+        while folder.exists():
+            assert time.monotonic() < deadline
+            with contextlib.suppress(StorageError):
+                await controller.ask(source, other)
+
+    drive(scenario())

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from flare.agent.cache import Cache
 from flare.agent.transfers.waiting import settled
 from flare.session import Session
 from flare.wire.messages import TransferReply
@@ -54,6 +55,19 @@ class Transfers:
         self.signers: WeakKeyDictionary[Session, bytes] = WeakKeyDictionary()
         self._running: dict[str, _Running] = {}
         self._launches: dict[str, set[asyncio.Event]] = {}
+        self._held: WeakKeyDictionary[Session, dict[str, Callable[[str], None]]] = WeakKeyDictionary()
+
+    def hold(self, session: Session, cache: Cache, name: str) -> None:
+        """Keep a core directory from being evicted for as long as a session lasts that fetched from it."""
+        held = self._held.setdefault(session, {})
+        if name not in held:
+            cache.pin(name)
+            held[name] = cache.unpin
+
+    def let_go(self, session: Session) -> None:
+        """Let go of what a session, which has ended, fetched from."""
+        for name, unpin in self._held.pop(session, {}).items():
+            unpin(name)
 
     @contextlib.contextmanager
     def of_launch(self, launch: str) -> Iterator[asyncio.Event]:
