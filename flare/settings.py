@@ -5,7 +5,7 @@
 listen = "[::]:29900"
 cache_limit = "500GB"      # or a number of bytes
 resume_transfers = false
-stall_timeout = 120        # seconds
+stall_timeout = 120        # seconds; for a controller's uploads too
 
 [fabric]
 interfaces = ["eth1"]      # where there is no RoCE device

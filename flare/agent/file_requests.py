@@ -8,10 +8,11 @@ import os
 import socket
 import stat as stat_module
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from flare.agent.arriving import BroughtByOtherError, signed_by
 from flare.agent.cache import Place
+from flare.agent.inventory import name_primary
 from flare.agent.node import Node
 from flare.cores.primary import load_primary_isolated
 from flare.errors import (
@@ -134,6 +135,11 @@ def _companions(root: Path, paths: list[str]) -> tuple[Companion, ...]:
     return tuple(found)
 
 
+def _name_of(node: Node, session: Session) -> str:
+    """Return what the process list calls the peer: a controller's name says more than its port."""
+    return node.controller_name(session.peer_key) or session.peer_name
+
+
 async def get(node: Node, session: Session, request: Get) -> None:
     """Send bytes of a file; fewer than asked for where it ends."""
     descriptor, information = await asyncio.to_thread(open_source, request.path)
@@ -144,7 +150,7 @@ async def get(node: Node, session: Session, request: Get) -> None:
         await session.send(GetReply(length=length))
         name = Path(request.path).name
         job = Send(
-            title=f"send {name} to {session.peer_name}",
+            title=f"send {name} to {_name_of(node, session)}",
             name=name,
             ranges=Ranges.of(((request.offset, length),)).runs,
             stall_timeout=node.settings.agent.stall_timeout,
@@ -179,11 +185,21 @@ async def have(node: Node, session: Session, request: Have) -> None:
     place = node.cache.place(request.kind, request.name)
     # In a thread: a marker may have a million ranges.
     found, verified = await asyncio.to_thread(node.cache.have, place, request.size)
+    if not found and publisher is not None and await _is_renamed(node, place, request.size, publisher):
+        found, verified = await asyncio.to_thread(node.cache.have, place, request.size)
     marked = verified and await asyncio.to_thread(_marked_by, node, place, publisher)
     if found and publisher is not None and not marked:
         found = await signed_by(place, request.size, publisher)
         verified = found and verified
     await session.send(HaveReply(have=found, verified=verified))
+
+
+async def _is_renamed(node: Node, place: Place, size: int, publisher: str) -> bool:
+    """Tell whether a core's primary lay there under another name; it has this one too then."""
+    entry = place.entry
+    if entry is None or size != entry.length or "/" in place.path or node.cache.size_of(place) is not None:
+        return False
+    return await name_primary(node.cache, place, lambda signed: signed.publisher == publisher) is not None
 
 
 def _marked_by(node: Node, place: Place, publisher: str | None) -> bool:
@@ -258,7 +274,7 @@ async def put(node: Node, session: Session, request: Put) -> None:
     try:
         await session.send(PutReply())
         job = Receive(
-            title=f"receive {place.path} from {session.peer_name}",
+            title=f"receive {PurePosixPath(place.path).name} from {_name_of(node, session)}",
             name=place.path,
             ranges=ranges.runs,
             size=request.size,

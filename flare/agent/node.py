@@ -146,6 +146,12 @@ class Node:
             for keys, signer, until in self._granted.values()
         )
 
+    def controller_name(self, key: bytes) -> str | None:
+        """Return what the controller set calls a key; None where it does not list it."""
+        known = self.authority.controllers
+        named = known.controllers if known is not None else ()
+        return next((each.name for each in named if each.public_key == key), None)
+
     def hello_for(self, key: bytes) -> Hello:
         """Return the node's HELLO towards a key; a stranger hears the protocol and the node's key alone."""
         hello = Hello(

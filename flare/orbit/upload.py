@@ -27,6 +27,7 @@ from flare.orbit.reporter import Bar
 from flare.orbit.resolve import Core
 from flare.orbit.transfers import others_send
 from flare.session import Session
+from flare.settings import Settings
 from flare.wire.messages import Have, Put, PutDone
 from flare_workers.blocks import BLOCK_SIZE
 from flare_workers.jobs import CORRUPT, STORAGE, Send, WorkerError
@@ -104,15 +105,17 @@ async def upload_files(
         How many bytes went over the network: none of what was there already, or came from somebody else.
 
     Raises:
+        ConfigError: this host's settings are wrong.
         StorageError: a file cannot be read here, or the node has no room.
         TransferError: a connection failed. Files that had arrived whole stay at the node and are not sent
             again; of others nothing stays.
     """
+    stall_timeout = Settings.load(client.controller.paths).agent.stall_timeout
     pool = WorkerPool(spawner)
     try:
         with client.controller.reporter.progress() as add:
             bar = add(f"upload to {node.name}", sum(file.size for file in files))
-            sending = _Sending(client, node, pool, asyncio.Semaphore(streams), bar)
+            sending = _Sending(client, node, pool, asyncio.Semaphore(streams), bar, stall_timeout)
             missing = list(files)
             for _ in range(MAX_ROUNDS):
                 await sending.send(missing, streams)
@@ -154,6 +157,7 @@ class _Sending:
         moved: bytes that the node took.
         waited: another command's upload was in the way of at least one stream.
         upload: tells the node whose these streams are.
+        stall_timeout: seconds without a byte before a stream fails.
     """
 
     client: Client
@@ -161,6 +165,7 @@ class _Sending:
     pool: WorkerPool
     gate: asyncio.Semaphore
     bar: Bar
+    stall_timeout: float
     moved: int = 0
     waited: bool = False
     told: bool = False
@@ -172,8 +177,10 @@ class _Sending:
             async with asyncio.TaskGroup() as group:
                 for file in files:
                     if file.is_primary == primaries:
-                        for number, share in enumerate(shares_of(file.size, streams)):
-                            group.create_task(_Sender(self, file, share, number).run())
+                        shares = shares_of(file.size, streams)
+                        for number, share in enumerate(shares, 1):
+                            place = f"{number}/{len(shares)}"
+                            group.create_task(_Sender(self, file, share, place).run())
 
     async def let_other_finish(self) -> None:
         """Say once that somebody else is at it, and wait a moment."""
@@ -187,11 +194,11 @@ class _Sending:
 class _Sender:
     """One share of one file on one session."""
 
-    def __init__(self, sending: _Sending, file: Upload, share: Ranges, number: int) -> None:
+    def __init__(self, sending: _Sending, file: Upload, share: Ranges, place: str) -> None:
         self.sending = sending
         self.file = file
         self.share = share
-        self.number = number
+        self.place = place  # among the file's shares, such as 3/8
         self.done = 0
 
     async def run(self) -> None:
@@ -234,10 +241,11 @@ class _Sender:
         try:
             result = await self.sending.pool.run(
                 Send(
-                    title=f"send {self.file.path.name} {self.number + 1} to {node.name}",
+                    title=f"send {self.file.path.name} {self.place} to {node.name}",
                     name=self.file.path.name,
                     ranges=tuple(self.share),
                     file_size=self.file.size,
+                    stall_timeout=self.sending.stall_timeout,
                 ),
                 sockets=[(sock, channel)],
                 files=[descriptor],

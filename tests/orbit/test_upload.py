@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -179,6 +180,67 @@ def test_a_failed_upload_says_what_the_next_one_sends(tmp_path: Path, spawner: S
                 ), failed.value.message
 
     asyncio.run(scenario())
+
+
+def test_the_controllers_own_stall_timeout_holds(tmp_path: Path, spawner: SpawnerHandle) -> None:
+    core = core_of(tmp_path / "made")
+
+    async def take_nothing(session: Session, _request: object) -> None:
+        await session.send(PutReply())
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        async with fake_node({Put: take_nothing}) as node:
+            client, _ = client_of(tmp_path, [node])
+            settings = client.controller.paths.settings_file
+            settings.parent.mkdir(parents=True)
+            settings.write_text("[agent]\nstall_timeout = 0.5\n")
+            weights = next(file for file in core_uploads(core) if file.name.endswith("weights"))
+            with pytest.raises(TransferError, match=r"nothing moved for 0\.5 seconds"):
+                await upload_files(client, node, [weights], spawner, streams=1)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_the_process_list_says_which_share_and_whose(
+    orbit: Lab, tmp_path: Path, spawner: SpawnerHandle
+) -> None:
+    """A node that takes nothing holds every worker in place, so that their titles can be looked at."""
+    orbit.paired("maxwell")
+    client, node, _ = controller_of(orbit)
+    files = core_uploads(core_of(tmp_path / "made"))
+    weights = next(file for file in files if file.name.endswith("weights"))
+
+    async def hold(session: Session, _request: object) -> None:
+        await session.send(PutReply())
+        await asyncio.sleep(60)
+
+    async def until(*wanted: str) -> None:
+        async with asyncio.timeout(30):
+            while not set(wanted) <= titles():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def scenario() -> None:
+        async with fake_node({Put: hold}) as deaf:
+            local, _ = client_of(tmp_path, [deaf])
+            upload = asyncio.create_task(upload_files(local, deaf, [weights], spawner, streams=2))
+            await until("flare: send weights 1/2 to maxwell", "flare: send weights 2/2 to maxwell")
+            upload.cancel()
+            await asyncio.gather(upload, return_exceptions=True)
+        assert client.controller.controllers is not None
+        name = client.controller.controllers.controllers[0].name
+        async with uploading(client, node, weights, ((0, MIB),)):
+            await until(f"flare: receive weights from {name}")
+
+    asyncio.run(scenario())
+
+
+def titles() -> set[str]:
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.add((process / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace"))
+    return found
 
 
 def test_an_upload_does_not_go_on_for_ever(tmp_path: Path, spawner: SpawnerHandle) -> None:
