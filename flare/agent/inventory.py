@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.cache import Cache, Entry, Place
+from flare.agent.room import STAT_BLOCK
 from flare.cores.index import CACHED_PRIMARY
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, FileStamp, Marker, read_marker
 from flare.cores.primary import load_primary_isolated
@@ -96,7 +97,7 @@ def _scan(cache: Cache) -> list[tuple[Path, Entry, str]]:
 
 
 async def _report(folder: Path, entry: Entry, marker_name: str) -> CoreReport:
-    files, marker, verified = await asyncio.to_thread(_examine, folder, marker_name)
+    files, size, marker, verified = await asyncio.to_thread(_examine, folder, marker_name)
     if marker is not None and marker.publisher is not None:
         signed: Signed | None = Signed(marker.index_sha256, marker.publisher)
     else:
@@ -108,18 +109,21 @@ async def _report(folder: Path, entry: Entry, marker_name: str) -> CoreReport:
         index_sha256=marker.index_sha256 if marker is not None else index,
         files=tuple(files),
         verified=verified,
-        bytes=sum(file.bytes_on_disk for file in files),
+        bytes=size,
         publisher=signed.publisher if signed is not None else None,
     )
 
 
-def _examine(folder: Path, marker_name: str) -> tuple[list[CachedFile], Marker | None, bool]:
+def _examine(folder: Path, marker_name: str) -> tuple[list[CachedFile], int, Marker | None, bool]:
     marker = read_marker(folder / marker_name)
-    return _files(folder), marker, marker is not None and marker.holds(folder)
+    files, size = _files(folder)
+    return files, size, marker, marker is not None and marker.holds(folder)
 
 
-def _files(folder: Path) -> list[CachedFile]:
+def _files(folder: Path) -> tuple[list[CachedFile], int]:
+    """Return a directory's files, and the bytes that they take; one of two names counts once."""
     found = []
+    sizes = {}
     for parent, _, names in os.walk(folder):
         for name in names:
             path = Path(parent, name)
@@ -129,8 +133,10 @@ def _files(folder: Path) -> list[CachedFile]:
                 continue  # evicted while we looked
             relative = str(path.relative_to(folder))
             if stat.S_ISREG(information.st_mode) and not relative.startswith("."):
-                found.append(CachedFile(relative, information.st_size, information.st_blocks * 512))
-    return sorted(found, key=lambda file: file.path)
+                size = information.st_blocks * STAT_BLOCK
+                found.append(CachedFile(relative, information.st_size, size))
+                sizes[information.st_ino] = size
+    return sorted(found, key=lambda file: file.path), sum(sizes.values())
 
 
 async def _signed_in(folder: Path, entry: Entry) -> Signed | None:

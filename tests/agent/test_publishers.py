@@ -16,7 +16,7 @@ from flare.trust.publishers import PublisherProfile
 from flare.wire.messages import Have, Put, PutDone, Status
 from tests.agent.transfer_world import Push, start
 from tests.agent.world import Agent, Peer, drive, lines_until, local_source
-from tests.cores.making import MIB, PUBLISHER, digest_table, members, pattern
+from tests.cores.making import MIB, PUBLISHER, digest_table, members, pattern, write_packed_core
 
 OTHER = Identity.from_seed(b"\x22" * 32)
 FILES = {"model/a.gguf": pattern(3 * MIB)}
@@ -171,3 +171,46 @@ def test_a_transfer_exchanges_the_primary_and_nothing_else(
             await here.ask(agents[0])
 
     drive(scenario())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_renamed_primary_is_the_same_cores(
+    new_agent: Callable[..., Agent], controller: Peer, tmp_path: Path, packed: bool
+) -> None:
+    agents = new_agent("source"), new_agent("destination")
+    start(agents, controller)
+    path = write_packed_core(tmp_path / "core", pattern(3 * MIB)) if packed else signed(tmp_path, PUBLISHER)
+    push = Push(controller, path, agents[0], list(agents))
+
+    async def scenario() -> None:
+        await push.ask(agents[1])
+        [before] = (await controller.ask(agents[1], Status())).cores
+        again = Push(controller, path.rename(path.with_name("renamed.safetensors")), agents[0], list(agents))
+        assert (await again.ask(agents[1])).bytes == 0
+        [report] = (await controller.ask(agents[1], Status())).cores
+        assert report.verified
+        assert report.bytes == before.bytes
+        assert {file.path for file in report.files} >= {path.name, "renamed.safetensors"}
+        name, size = f"{push.entry()}/third.safetensors", push.package.length
+        for publisher, held in ((OTHER.fingerprint, False), (PUBLISHER.fingerprint, True)):
+            reply = await controller.ask(agents[1], Have("core", name, size, publisher=publisher))
+            assert reply.have == held
+
+    drive(scenario())
+    folder = push.folder(agents[1])
+    primaries = {
+        (folder / name).stat().st_ino for name in (path.name, "renamed.safetensors", "third.safetensors")
+    }
+    assert len(primaries) == 1
+
+
+def test_another_core_of_the_same_size_is_no_renamed_one(
+    paired: Agent, controller: Peer, tmp_path: Path
+) -> None:
+    path = write_packed_core(tmp_path / "core", pattern(3 * MIB))
+    primary = load_primary(path)
+    folder = paired.paths.cores / f"{primary.index.export.hex()}-{primary.size}"
+    folder.mkdir(mode=0o700)
+    (folder / "no-core.safetensors").write_bytes(bytes(primary.size))
+    request = Have("core", f"{folder.name}/{path.name}", primary.size, publisher=PUBLISHER.fingerprint)
+    assert not drive(controller.ask(paired, request)).have
