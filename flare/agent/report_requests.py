@@ -38,7 +38,7 @@ async def status(node: Node, session: Session, request: Status) -> None:
     """Report everything that placement needs."""
     address = None if request.toward is None else await local_address_toward(request.toward)
     readings = await node.sampler.fresh_readings()
-    cores, free = await asyncio.gather(inventory(node.cache), node.cache.room.available())
+    cores, usage = await asyncio.gather(inventory(node.cache), node.cache.room.usage())
     await session.send(
         StatusReply(
             name=node.name,
@@ -49,9 +49,11 @@ async def status(node: Node, session: Session, request: Status) -> None:
             groups=node.ranks.reports(),
             cores=cores,
             engines=await node.refresh_engines(),
-            cache_free=free,
+            cache_free=node.cache.room.available(usage),
             address=address,
             rendezvous_port=free_rendezvous_port({run.spec.rendezvous_port for run in node.ranks.running()}),
+            cache_resumable=usage.resumable,
+            cache_blobs=usage.blobs,
         )
     )
 

@@ -38,6 +38,7 @@ class Usage:
         evictable_disk: what the file system would get back then; ranks may hold links to the same files.
         blobs: blobs that no core directory links.
         resumable: what transfers that failed left for the next ones.
+        promised: what is kept for bytes on their way.
     """
 
     used: int
@@ -46,6 +47,7 @@ class Usage:
     evictable_disk: int
     blobs: int
     resumable: int
+    promised: int
 
 
 @dataclass(slots=True)
@@ -132,30 +134,29 @@ class Room:
 
     async def usage(self) -> Usage:
         """Look at everything that lies there."""
-        pinned = frozenset(self.pins)
-        return await asyncio.to_thread(self._look, pinned)
+        # What is promised comes first: what arrives meanwhile is then counted twice, and not left out.
+        return await asyncio.to_thread(self._look, frozenset(self.pins), self._promised())
 
-    async def available(self) -> int:
+    def available(self, usage: Usage) -> int:
         """Return the bytes that the cache can still take, with what it would evict for them."""
-        promised = self._promised()
-        usage = await self.usage()
-        return max(self._most(usage) - promised, 0)
+        return max(self._most(usage), 0)
 
     def _promised(self) -> int:
         return sum(reservation.outstanding for reservation in self._reservations)
 
     def _free(self, usage: Usage) -> int:
-        """Return what may be taken without evicting anything."""
-        if self._limit is None:
-            return usage.disk_free
-        return min(usage.disk_free, self._limit - usage.used)
+        """Return what may be taken without evicting anything; less than nothing where too much is there."""
+        free = usage.disk_free if self._limit is None else min(usage.disk_free, self._limit - usage.used)
+        return free - usage.promised
 
     def _most(self, usage: Usage) -> int:
         """Return what may be taken once everything is evicted that nobody uses."""
         most = usage.disk_free + usage.evictable_disk
-        return most if self._limit is None else min(most, self._limit - usage.used + usage.evictable)
+        if self._limit is not None:
+            most = min(most, self._limit - usage.used + usage.evictable)
+        return most - usage.promised
 
-    def _look(self, pinned: frozenset[str]) -> Usage:
+    def _look(self, pinned: frozenset[str], promised: int) -> Usage:
         paths = self._paths
         victims = {path.name for path in self._unused(pinned)}
         found: dict[int, _Found] = {}
@@ -181,7 +182,7 @@ class Room:
                 evictable_disk += file.size
             if file.blob == file.links:
                 blobs += file.size
-        return Usage(used, self._disk_free(), evictable, evictable_disk, blobs, resumable)
+        return Usage(used, self._disk_free(), evictable, evictable_disk, blobs, resumable, promised)
 
     def _disk_free(self) -> int:
         return shutil.disk_usage(self._paths.cache).free - SPARE_BYTES
@@ -222,15 +223,14 @@ class Room:
                 return
         checked = False
         while True:
-            promised = self._promised()
             usage = await self.usage()
-            if max(self._free(usage) - promised, 0) >= missing:
+            if max(self._free(usage), 0) >= missing:
                 return
-            if not checked and self._most(usage) - promised < missing:
-                raise self._no_room(usage, promised, missing)
+            if not checked and self._most(usage) < missing:
+                raise self._no_room(usage, missing)
             checked = True
             if not await self._evict_one():
-                raise self._no_room(usage, promised, missing)
+                raise self._no_room(usage, missing)
 
     async def _evict_one(self) -> bool:
         """Evict what is least worth keeping; return False when there is nothing."""
@@ -270,22 +270,21 @@ class Room:
         path.rename(doomed)
         return doomed
 
-    def _no_room(self, usage: Usage, promised: int, missing: int) -> StorageError:
-        room = max(self._most(usage) - promised, 0)
+    def _no_room(self, usage: Usage, missing: int) -> StorageError:
         by_limit = self._limit is not None and (
             self._limit - usage.used + usage.evictable < usage.disk_free + usage.evictable_disk
         )
         why = "" if by_limit else f" flare leaves {SPARE_BYTES >> 20} MiB of the disk free."
-        if promised:
-            why += f" {promised} bytes more are kept for other transfers and uploads that run now."
+        if usage.promised:
+            why += f" {usage.promised} bytes more are kept for other transfers and uploads that run now."
         remedy = (
             "Raise agent.cache_limit in config.toml, or stop groups that use cores there."
             if by_limit
             else "Free some space on that disk, or stop groups that use cores there."
         )
         return StorageError(
-            f"The cache {self._paths.cache} has room for {room} bytes, but {missing} are needed, even with "
-            f"everything evicted that nobody uses.{why} {remedy}"
+            f"The cache {self._paths.cache} has room for {self.available(usage)} bytes, but {missing} are "
+            f"needed, even with everything evicted that nobody uses.{why} {remedy}"
         )
 
 

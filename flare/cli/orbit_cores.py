@@ -25,12 +25,15 @@ def cores(cluster: str | None, as_json: bool) -> None:
     what they fetch from each other; what a controller uploaded says "not yet" until a rank has digested it,
     which every rank does before it loads unverified data. Nothing is wrong with it.
 
+    The directory "resuming" is what failed transfers with --resume left, and "blobs" what no core links any
+    more: both go when room is needed.
+
     \b
     Example:  flare orbit cores --cluster sparks
     """
     from flare.orbit.client import Client
     from flare.orbit.groups import warn_unreachable
-    from flare.orbit.status import core_names, cores_document
+    from flare.orbit.status import cached, core_names, cores_document
 
     controller = open_controller(quiet=as_json)
     client = Client(controller)
@@ -40,12 +43,7 @@ def cores(cluster: str | None, as_json: bool) -> None:
     if as_json:
         output.print_json(cores_document(answers))
         return
-    found = [
-        (answer.node.name, core)
-        for answer in answers
-        if answer.reply is not None
-        for core in answer.reply.cores
-    ]
+    found = cached(answers)
     if found:
         print_cores(found, core_names(answers))
     else:
@@ -58,15 +56,18 @@ def print_cores(cores_of_nodes: Sequence[tuple[str, CoreReport]], names: Mapping
     Args:
         names: what the cores are called, by export.
     """
+    from flare.orbit.status import BLOBS, RESUMING
+
+    beside = {RESUMING: "unfinished transfers", BLOBS: "unused blobs"}
     output.table(
         ("node", "core", "files", "on disk", "verified", "directory"),
         [
             (
                 node,
-                names.get(core.export or ""),
-                len(core.files),
+                beside.get(core.name) or names.get(core.export or ""),
+                None if core.name in beside else len(core.files),
                 output.human_bytes(core.bytes),
-                "yes" if core.verified else "not yet",
+                None if core.name in beside else "yes" if core.verified else "not yet",
                 core.name,
             )
             for node, core in cores_of_nodes

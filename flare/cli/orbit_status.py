@@ -47,6 +47,7 @@ def status(cluster: str | None, as_json: bool) -> None:
 def _print(answers: Sequence[Answer[StatusReply]]) -> None:
     from flare.cli.orbit_ls import print_runs
     from flare.orbit.runs import collect_runs
+    from flare.orbit.status import cached, core_names
 
     output.table(
         ("node", "address", "state", "flare", "system", "engines", "cache free"),
@@ -72,10 +73,9 @@ def _print(answers: Sequence[Answer[StatusReply]]) -> None:
     if runs:
         output.say()
         print_runs(runs)
-    cores = [(node, core) for node, reply in replies for core in reply.cores]
+    cores = cached(answers)
     if cores:
         from flare.cli.orbit_cores import print_cores
-        from flare.orbit.status import core_names
 
         output.say()
         print_cores(cores, core_names(answers))

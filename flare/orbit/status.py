@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -12,6 +12,7 @@ from flare.orbit.runs import collect_runs
 from flare.wire.messages import CoreReport, GpuReport, StatusReply
 
 NAMELESS = "model.safetensors"  # cores.index.CACHED_PRIMARY; its import would slow `flare orbit status`
+RESUMING, BLOBS = "resuming", "blobs"  # what failed transfers left, and what no core links any more
 _ENTRY = re.compile(r"[0-9a-f]{32}-(\d{1,16})(?:-rank\d{1,4})?\Z")
 
 
@@ -63,6 +64,8 @@ def _node(answer: Answer[StatusReply], names: Mapping[str, str]) -> dict[str, An
         "controllers_revision": status and status.controllers_revision,
         "engines": status and dict(status.engines),
         "cache_free": status and status.cache_free,
+        "cache_resumable": status and status.cache_resumable,
+        "cache_blobs": status and status.cache_blobs,
         "gpus": status and [_gpu(gpu) for gpu in status.gpus],
         "cores": status and [_core(core, names) for core in status.cores],
     }
@@ -94,11 +97,23 @@ def _core(core: CoreReport, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def cores_document(answers: Sequence[Answer[StatusReply]]) -> list[dict[str, Any]]:
-    """Return every cached core of every node that answered."""
+    """Return every cached core of every node that answered, and what takes room there beside them."""
     names = core_names(answers)
+    return [{"node": node, **_core(report, names)} for node, report in cached(answers)]
+
+
+def cached(answers: Sequence[Answer[StatusReply]]) -> list[tuple[str, CoreReport]]:
+    """Return a node's name and a report for everything that takes room in the nodes' caches."""
     return [
-        {"node": answer.node.name, **_core(core, names)}
+        (answer.node.name, report)
         for answer in answers
         if answer.reply is not None
-        for core in answer.reply.cores
+        for report in (*answer.reply.cores, *_beside(answer.reply))
     ]
+
+
+def _beside(status: StatusReply) -> Iterator[CoreReport]:
+    """Yield what is no core: folders that have something, by their names in the cache."""
+    for folder, size in ((RESUMING, status.cache_resumable), (BLOBS, status.cache_blobs)):
+        if size:
+            yield CoreReport(folder, None, None, (), verified=False, bytes=size)

@@ -18,7 +18,7 @@ from flare.cores.marker import read_marker
 from flare.errors import FlareError, StorageError, TransferError, UnreachableError
 from flare.session import connect
 from flare.wire.handshake import PROTOCOL_VERSION
-from flare.wire.messages import Hello, Put
+from flare.wire.messages import Hello, Put, Status
 from tests.agent.test_transfer_failures import a_push, flip, outcome
 from tests.agent.test_transfer_refusals import Asker, a_core, receive
 from tests.agent.transfer_world import MIB, Gate, Push, asking, nothing_left, random_bytes, start
@@ -239,5 +239,22 @@ def test_what_a_session_fetched_from_stays_until_it_ends(
             assert time.monotonic() < deadline
             with contextlib.suppress(StorageError):
                 await controller.ask(source, other)
+
+    drive(scenario())
+
+
+def test_status_says_what_takes_room_beside_cores(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    push = a_push(pair, controller, tmp_path, 8 * MIB)
+    (pair[1].paths.blobs / f"{'5' * 64}.safetensors").write_bytes(random_bytes(MIB))
+
+    async def scenario() -> None:
+        await cut_off(push, pair[1], 4 * MIB, resume=True)
+        status = await controller.ask(pair[1], Status())
+        assert status.cache_resumable > MIB
+        assert status.cache_blobs == MIB
+        await push.ask(pair[1])
+        assert (await controller.ask(pair[1], Status())).cache_resumable == 0
 
     drive(scenario())

@@ -202,7 +202,8 @@ OKS: dict[str, Check] = {
     "PAIR": members({"proof": digest}),
     "CONTROLLERS": members(revision=count),
     "STATUS": members(
-        {"address": text, "rendezvous_port": count}, name=name, public_key=key, controllers_revision=count,
+        {"address": text, "rendezvous_port": count, "cache_resumable": count, "cache_blobs": count},
+        name=name, public_key=key, controllers_revision=count,
         time=number, gpus=listing(anything), groups=listing(anything), cores=listing(anything),
         engines=anything, cache_free=count,
     ),

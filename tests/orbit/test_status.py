@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import pytest
+
+from flare.cli.orbit_cores import print_cores
 from flare.cores.index import CACHED_PRIMARY
 from flare.errors import UnreachableError
 from flare.orbit.client import Answer
 from flare.orbit.groups import Listing
 from flare.orbit.orbit_records import GroupDefinition
 from flare.orbit.runs import collect_runs, saved_states
-from flare.orbit.status import NAMELESS, core_names, cores_document, status_document
+from flare.orbit.status import NAMELESS, cached, core_names, cores_document, status_document
 from flare.wire.messages import CachedFile, CoreReport, StatusReply
 from tests.orbit.builders import answer, group_report, node_entry
 
@@ -41,6 +45,22 @@ def test_cached_cores_are_called_by_their_files() -> None:
     ]
     assert core_names(answers) == {A: "tiny-tp2", C: "Small"}
     assert [core["core"] for core in cores_document(answers)] == ["tiny-tp2", "Small", "tiny-tp2", None]
+
+
+def test_what_takes_room_beside_cores_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    there = answer(MAXWELL, cores=(report(f"{A}-100", ("tiny-tp2.safetensors", 100)),))
+    assert there.reply is not None
+    reply = replace(there.reply, cache_resumable=3_000_000, cache_blobs=0)
+    other = replace(there, reply=replace(reply, cache_blobs=7))
+    answers = [replace(there, reply=reply), answer(HERTZ), other]
+    listed = [(core["node"], core["name"], core["bytes"]) for core in cores_document(answers)]
+    assert listed[:2] == [("maxwell", f"{A}-100", 1), ("maxwell", "resuming", 3_000_000)]
+    assert listed[4:] == [("maxwell", "blobs", 7)]
+    assert status_document(answers)["nodes"][0]["cache_resumable"] == 3_000_000
+    print_cores(cached(answers[:1]), core_names(answers))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["maxwell", "tiny-tp2", "1", "1", "B", "not", "yet", f"{A}-100"]
+    assert lines[2].split() == ["maxwell", "unfinished", "transfers", "-", "3.0", "MB", "-", "resuming"]
 
 
 def test_documents_have_every_member() -> None:

@@ -189,6 +189,8 @@ EXAMPLES: tuple[m.Message, ...] = (
         cache_free=1_000_000_000_000,
         address="10.100.0.12",
         rendezvous_port=29_800,
+        cache_resumable=3_000_000_000,
+        cache_blobs=0,
     ),
     m.Metrics(),
     m.MetricsReply(

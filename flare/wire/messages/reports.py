@@ -231,6 +231,8 @@ class StatusReply(Message):
     """
 
     LIMIT: ClassVar[int] = MAX_REPORT
+        cache_resumable: bytes of what failed transfers left for the next ones.
+        cache_blobs: bytes of blobs that no core links.
     VALUES: ClassVar[int] = MAX_REPORT  # every file of every core; a node's answer to a controller
 
     name: str
@@ -247,6 +249,8 @@ class StatusReply(Message):
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
+    cache_resumable: int | None = None
+    cache_blobs: int | None = None
         return present(
             {
                 "name": self.name,
@@ -263,6 +267,8 @@ class StatusReply(Message):
             }
         )
 
+                "cache_resumable": self.cache_resumable,
+                "cache_blobs": self.cache_blobs,
     @classmethod
     def parse(cls, reader: Reader) -> StatusReply:
         """Build the value from its members."""
@@ -281,6 +287,8 @@ class StatusReply(Message):
         )
 
 
+            cache_resumable=reader.count("cache_resumable", default=None),
+            cache_blobs=reader.count("cache_blobs", default=None),
 @dataclass(frozen=True, slots=True)
 class Status(Request[StatusReply]):
     """Ask for a node's state; `toward` is an address whose route is wanted."""
