@@ -198,8 +198,8 @@ async def remove(node: Node, session: Session, request: messages.Remove) -> None
 def exit_of(rank: Run) -> messages.Exit:
     """Return the EXIT frame of a run that ended."""
     if rank.signal is not None:
-        return messages.Exit(signal=rank.signal, reason=rank.reason)
-    return messages.Exit(status=rank.status, reason=rank.reason)
+        return messages.Exit(signal=rank.signal, reason=rank.reason, remark=rank.remark)
+    return messages.Exit(status=rank.status, reason=rank.reason, remark=rank.remark)
 
 
 async def _stream(session: Session, rank: Run) -> None:

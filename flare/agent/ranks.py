@@ -202,7 +202,7 @@ class Ranks:
         told = {}
         for run in order[:MAX_REPORTED]:
             report = _report(run)
-            bare = replace(report, reason=None)
+            bare = replace(report, reason=None, remark=None)
             size = _size(bare)
             reason_size = _size(report) - size
             if size > room:
@@ -285,6 +285,7 @@ def _report(run: Run) -> GroupReport:
         uptime=run.uptime,
         url=run.url if run.alive else None,  # nobody answers there any more
         reason=run.reason,
+        remark=run.remark,
     )
 
 

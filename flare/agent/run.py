@@ -97,6 +97,7 @@ class Run:
         self.pid: int | None = None
         self.phase: str | None = None
         self.reason: str | None = None
+        self.remark: str | None = None  # what `before_end` returned
         self.url: str | None = None
         self.damage: Damage | None = None
         self.status: int | None = None
@@ -359,6 +360,7 @@ class Run:
             return
         logger.warning("the group %s (%s) has ended: %s", self.spec.name, self.spec.launch, remark)
         self.output.append(Line(f"flare: {remark}", "stderr"))
+        self.remark = remark[:MAX_REASON]
         self.reason = (f"{self.reason}; {remark}" if self.reason else remark)[:MAX_REASON]
 
     def end_without_waiting(self) -> None:

@@ -74,8 +74,8 @@ def print_runs(runs: Sequence[Run]) -> None:
     for run in runs:
         for rank in run.ranks:
             report = rank.report
-            if report.state == "failed":
-                end = describe_end(report.status, report.signal, report.reason)
+            if report.state == "failed" or report.remark:
+                end = describe_end(report.status, report.signal, report.reason, report.remark)
                 output.say(f"  {run.name} rank {report.rank} on {rank.node.name} {end or 'failed.'}")
         if run.missing and run.running:
             output.warn(f"{run.name}: no node that answered knows rank {', '.join(map(str, run.missing))}.")

@@ -109,7 +109,8 @@ async def check_started(client: Client, group: Group) -> None:
         if report is None:
             return
         if report.state == FAILED or (report.phase == FAILED and over):
-            end = describe_end(report.status, report.signal, report.reason) or f"failed: {report.reason}"
+            end = describe_end(report.status, report.signal, report.reason, report.remark)
+            end = end or f"failed: {report.reason}"
             raise RankError(
                 f"The group {group.name} ended as soon as it was started: rank {zero.rank} on "
                 f"{zero.node.name} {end}\n`flare orbit attach {group.name}` shows its output; "

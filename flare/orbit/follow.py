@@ -73,14 +73,24 @@ async def _follow_one(stream: RankStream, reporter: Reporter) -> None:
 
 def describe_exit(message: Exit) -> str:
     """One phrase for how a rank ended."""
-    return describe_end(message.status, message.signal, message.reason) or "ended."
+    return describe_end(message.status, message.signal, message.reason, message.remark) or "ended."
 
 
-def describe_end(status: int | None, signal_number: int | None, reason: str | None) -> str | None:
+def describe_end(
+    status: int | None, signal_number: int | None, reason: str | None, remark: str | None = None
+) -> str | None:
     """One phrase for an exit status or a signal; None while neither is known.
 
-    A signal's sender does not say why: a reason that was given before it is not repeated as if it were.
+    A signal's sender does not say why: a reason that was given before it is not repeated as if it were. A
+    remark is shown however it ended.
     """
+    end = _end(status, signal_number, reason)
+    if end is None or not remark or printable(remark) in end:
+        return end
+    return f"{end.removesuffix('.')}; {printable(remark)}"
+
+
+def _end(status: int | None, signal_number: int | None, reason: str | None) -> str | None:
     if signal_number is not None:
         try:
             return f"was ended by {signal.Signals(signal_number).name}."

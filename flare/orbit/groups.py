@@ -14,7 +14,7 @@ from flare.orbit.follow import RankStream, follow, raise_for_failures
 from flare.orbit.orbit_file import edit_orbit_file
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.runs import Run, SavedState, collect_runs, saved_states, select_runs
-from flare.orbit.stopping import stop_group
+from flare.orbit.stopping import Stopped, stop_group
 from flare.wire.messages import Attach, Remove, StatusReply
 
 
@@ -116,12 +116,17 @@ def _labels(runs: Sequence[Run]) -> dict[str, str | None]:
     return {run.launch: run.name if names.count(run.name) == 1 else run.launch for run in runs}
 
 
-async def stop(client: Client, nodes: Sequence[NodeEntry], selector: str | None, *, now: bool) -> None:
+async def stop(
+    client: Client, nodes: Sequence[NodeEntry], selector: str | None, *, now: bool
+) -> list[Stopped]:
     """Stop the running groups that match, all at the same time, each with rank zero first.
 
     Args:
         selector: a group's name or launch identifier; None stops every running group on these nodes.
         now: without draining.
+
+    Returns:
+        The ranks that were stopped, and how each ended.
 
     Raises:
         NotFoundError: nothing that matches runs.
@@ -140,7 +145,7 @@ async def stop(client: Client, nodes: Sequence[NodeEntry], selector: str | None,
             raise NotFoundError("No group runs on these nodes.")
         select_runs(listing.runs, selector)  # says which names there are
         raise NotFoundError(f"{selector} has ended already. `flare orbit rm {selector}` clears its history.")
-    results = await asyncio.gather(
+    results: list[list[Stopped] | BaseException] = await asyncio.gather(
         *(
             stop_group(
                 client,
@@ -159,11 +164,12 @@ async def stop(client: Client, nodes: Sequence[NodeEntry], selector: str | None,
             f"Ranks on {', '.join(away)} could not be asked. They stop when they notice that rank zero is "
             "gone; run this again when those nodes answer."
         )
+    return [stopped for of_group in results if isinstance(of_group, list) for stopped in of_group]
 
 
-def _raise_all(results: Sequence[BaseException | None]) -> None:
+def _raise_all(results: Sequence[list[Stopped] | BaseException]) -> None:
     """Raise what stopping groups ended in, with the messages of all that could not be stopped."""
-    problems = [result for result in results if result is not None]
+    problems = [result for result in results if isinstance(result, BaseException)]
     for problem in problems:
         if not isinstance(problem, UnreachableError):
             raise problem

@@ -96,6 +96,7 @@ class Run:
                     "status": rank.report.status,
                     "signal": rank.report.signal,
                     "reason": rank.report.reason,
+                    "remark": rank.report.remark,
                     "pid": rank.report.pid,
                 }
                 for rank in self.ranks

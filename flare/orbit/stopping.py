@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from flare.errors import FlareError, NotFoundError, UnreachableError
 from flare.orbit.client import Answer, Client
@@ -21,6 +23,31 @@ UNKNOWN = "unknown"  # the phase of a peer whose node does not answer
 NOTE_EVERY = 10.0  # seconds between remarks while rank zero drains
 
 
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """How one rank of a stopped group ended; `exit` is None where its node knows nothing of it any more."""
+
+    group: str
+    launch: str
+    rank: int
+    node: str
+    exit: Exit | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The rank for scripts."""
+        end = self.exit
+        return {
+            "group": self.group,
+            "launch": self.launch,
+            "rank": self.rank,
+            "node": self.node,
+            "status": None if end is None else end.status,
+            "signal": None if end is None else end.signal,
+            "reason": None if end is None else end.reason,
+            "remark": None if end is None else end.remark,
+        }
+
+
 async def stop_group(
     client: Client,
     name: str,
@@ -30,7 +57,7 @@ async def stop_group(
     now: bool = False,
     announce: bool = True,
     peer_grace: float = PEER_GRACE,
-) -> None:
+) -> list[Stopped]:
     """Stop one launch: STOP to rank zero, wait for its EXIT, then STOP to peers that stayed.
 
     When it is cancelled (Ctrl-C), the nodes go on with what they were asked.
@@ -42,6 +69,9 @@ async def stop_group(
         announce: tell how each rank ended, and what goes on when this is cancelled; not wanted where the
             output is followed anyway.
         peer_grace: seconds that peers get to leave by themselves.
+
+    Returns:
+        Every rank that has ended, by rank.
 
     Raises:
         UnreachableError: some ranks could not be stopped; the message names them and what to do.
@@ -69,6 +99,7 @@ async def stop_group(
             "`systemctl --user restart flare-agent` ends all its ranks."
         )
     client.controller.reporter.say(f"Stopped {name} ({launch}).")
+    return sorted(stopper.stopped, key=lambda stopped: stopped.rank)
 
 
 class _Stopper:
@@ -81,6 +112,7 @@ class _Stopper:
         self.announce = announce
         self.problems: list[str] = []
         self.asked: list[str] = []
+        self.stopped: list[Stopped] = []
 
     def tell_what_goes_on(self) -> None:
         """Say what a person who left will find."""
@@ -102,12 +134,17 @@ class _Stopper:
                 self.reporter.note(f"{self.name}: asked {where} to stop{' at once' if self.now else ''}.")
                 message = await self._wait_for_exit(session, where)
         except NotFoundError:
-            return  # it ended by itself meanwhile, and its history with it
+            self._ended(rank, node, None)  # by itself meanwhile, and its history went with it
+            return
         except FlareError as problem:
             self.problems.append(f"{where}: {problem.message}")
             return
-        if self.announce:
-            self.reporter.note(f"{self.name}: {where} {describe_exit(message)}")
+        self._ended(rank, node, message)
+
+    def _ended(self, rank: int, node: NodeEntry, message: Exit | None) -> None:
+        self.stopped.append(Stopped(self.name, self.launch, rank, node.name, message))
+        if self.announce and message is not None:
+            self.reporter.note(f"{self.name}: rank {rank} on {node.name} {describe_exit(message)}")
 
     async def _wait_for_exit(self, session: Session, where: str) -> Exit:
         began = time.monotonic()
@@ -135,6 +172,14 @@ class _Stopper:
                 return group.phase or ""
         return None
 
+    def _end_of(self, rank: int, answer: Answer[StatusReply]) -> Exit | None:
+        """How a peer ended that left by itself, as far as its node still knows."""
+        for group in answer.reply.groups if answer.reply is not None else ():
+            known = (group.status is None) != (group.signal is None)
+            if group.launch == self.launch and group.rank == rank and known:
+                return Exit(group.status, group.signal, group.reason, group.remark)
+        return None
+
     async def left_behind(
         self, peers: list[tuple[int, NodeEntry]], grace: float
     ) -> list[tuple[int, NodeEntry]]:
@@ -151,6 +196,9 @@ class _Stopper:
                 (rank, node): self._phase(rank, answer)
                 for (rank, node), answer in zip(peers, answers, strict=True)
             }
+            for (rank, node), answer in zip(peers, answers, strict=True):
+                if phases[rank, node] is None:
+                    self._ended(rank, node, self._end_of(rank, answer))
             peers = [peer for peer, phase in phases.items() if phase is not None]
             if all(phases[peer] in BEFORE_THE_MEETING for peer in peers) or time.monotonic() >= deadline:
                 return peers

@@ -172,9 +172,11 @@ def test_memory_that_stays_away_ends_the_wait_with_a_remark(new_node: Callable[.
             lines, ended = await lines_to_exit(session)
             assert time.monotonic() - began > 0.5
             assert (ended.signal, ended.reason) == (signal.SIGKILL, f"ended by SIGKILL; {remark}")
+            assert ended.remark == remark
             assert lines[-1] == f"flare: {remark}"
         status = await node.ask(Status())
         assert (status.groups[0].state, status.gpus[0].group) == ("failed", None)
+        assert status.groups[0].remark == remark
         # What is missing before a run starts is not missed after it.
         ended = await node.run_to_exit()
         assert ended == messages.Exit(status=0)

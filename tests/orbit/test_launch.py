@@ -197,7 +197,8 @@ def test_detach_attach_stop_and_rm(orbit: Lab, tmp_path: Path) -> None:
     assert "2 launches are called glm; give one of these to follow it alone" in told
     assert re.search(rf"  {launches[0]}  exited on \w+, \w+, not followed\n", told)
     assert re.search(rf"  {launches[1]}  running on \w+, \w+\n", told)
-    assert orbit.flare("orbit", "stop").code == 0
+    ended = json.loads(orbit.flare("orbit", "stop", "--json").out)["stopped"]
+    assert [(rank["rank"], rank["status"], rank["remark"]) for rank in ended] == [(0, 0, None), (1, 0, None)]
     removed = orbit.flare("orbit", "rm", launches[0])
     assert removed.out == f"Removed the history of {launches[0]}.\n"
     assert [run["launch"] for run in orbit.runs()] == launches[1:]

@@ -351,6 +351,42 @@ def test_peers_are_asked_only_when_they_stay(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_what_is_to_be_known_of_a_rank_that_ended_well_is_said(tmp_path: Path) -> None:
+    remark = "GPU 0 still holds 3.0 GiB more than before the group started"
+
+    async def stopped(session: Session, request: Message) -> None:
+        await session.send(StopReply())
+        await session.send(Exit(status=0, reason=f"serving; {remark}", remark=remark))
+
+    async def scenario() -> None:
+        async with fake_node({}) as node:
+            pass
+        left = group_report("glm-1", rank=1, ranks=2, phase="stopped", state="exited", status=0)
+        left = replace(left, remark="x")
+        zero_node = fake_node({Stop: stopped})
+        peer_node = fake_node({Status: say(status_of(node, groups=(left,)))}, name="hertz")
+        async with zero_node as zero, peer_node as peer:
+            client, reporter = client_of(tmp_path, [zero, peer])
+            ranks = await stop_group(client, "glm", "glm-1", [(0, zero), (1, peer)])
+            assert reporter.notes[-2:] == [
+                f"glm: rank 0 on maxwell stopped; {remark}",
+                "glm: rank 1 on hertz stopped; x",
+            ]
+            assert [rank.to_json()["remark"] for rank in ranks] == [remark, "x"]
+            assert ranks[0].to_json() == {
+                "group": "glm",
+                "launch": "glm-1",
+                "rank": 0,
+                "node": "maxwell",
+                "status": 0,
+                "signal": None,
+                "reason": f"serving; {remark}",
+                "remark": remark,
+            }
+
+    run(scenario())
+
+
 def test_a_peer_that_never_met_rank_zero_is_told_at_once_and_has_nothing_to_finish(tmp_path: Path) -> None:
     asked: list[Message] = []
 

@@ -216,17 +216,23 @@ class Log(Message):
 
 @dataclass(frozen=True, slots=True)
 class Exit(Message):
-    """A rank ended: with a status, or by a signal."""
+    """A rank ended: with a status, or by a signal.
+
+    Args:
+        reason: why; of one that ended well, what it did last.
+        remark: what people should know however it ended, such as memory that a device did not get back.
+    """
 
     TAG: ClassVar[Tag] = Tag.EXIT
 
     status: int | None = None
     signal: int | None = None
     reason: str | None = None
+    remark: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
-        return present({"status": self.status, "signal": self.signal, "reason": self.reason})
+        return present({name: getattr(self, name) for name in self.__slots__})
 
     @classmethod
     def parse(cls, reader: Reader) -> Exit:
@@ -235,6 +241,7 @@ class Exit(Message):
             reader.count("status", limit=0xFF, default=None),
             reader.count("signal", limit=0xFF, default=None),
             reader.text("reason", limit=MAX_REASON, default=None),
+            reader.text("remark", limit=MAX_REASON, default=None),
         )
         if (value.status is None) == (value.signal is None):
             raise RemoteProtocolError(f'{reader.what} has not exactly one of "status" and "signal".')

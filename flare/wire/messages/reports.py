@@ -98,6 +98,7 @@ class GroupReport:
         uptime: seconds, of the process.
         url: where rank zero serves.
         reason: why it failed.
+        remark: what people should know however it ended.
     """
 
     launch: str
@@ -114,6 +115,7 @@ class GroupReport:
     signal: int | None = None
     url: str | None = None
     reason: str | None = None
+    remark: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
@@ -140,6 +142,7 @@ class GroupReport:
             signal=reader.count("signal", default=None),
             url=reader.text("url", limit=MAX_PATH, default=None),
             reason=reader.text("reason", limit=MAX_REASON, default=None),
+            remark=reader.text("remark", limit=MAX_REASON, default=None),
         )
 
     @classmethod
