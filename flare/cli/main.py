@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None, **extra: Any) -> NoReturn:
         status = wrong.exit_code
     except (KeyboardInterrupt, click.Abort):
         with _unread():
-            click.echo("flare: interrupted.", err=True)  # click has ended the line of ^C
+            click.echo("flare: interrupted.", err=True)  # the line of ^C has ended
         status = EXIT_INTERRUPTED
     except Exception as raised:
         problem = raised.problem if isinstance(raised, _CarriedError) else raised

@@ -138,7 +138,8 @@ def _ask_for_code(host: str) -> str | None:
 
     question = f"Code for {printable(host)} (flare agent join-code prints it there; empty: it needs none)"
     while True:
-        answer: str = click.prompt(question, default="", show_default=False, err=True).strip()
+        with output.asking():
+            answer: str = click.prompt(question, default="", show_default=False, err=True).strip()
         try:
             if answer:
                 decode(answer)

@@ -160,4 +160,29 @@ def confirm(question: str) -> bool | None:
     """Ask a yes-or-no question on a terminal; None where nobody can answer."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
-    return click.confirm(printable(question, keep_newlines=True), default=False, err=True)
+    with asking():
+        return click.confirm(printable(question, keep_newlines=True), default=False, err=True)
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Let Ctrl-C end the question that the block asks at once, also inside a coroutine, on a line of its own.
+
+    The handler of a running event loop only cancels the task, and that one waits for the answer.
+    """
+    import signal
+    import threading
+
+    before = signal.getsignal(signal.SIGINT)
+    # In another thread no signal gets here, and one that whoever started us ignores stays ignored.
+    changed = threading.current_thread() is threading.main_thread() and callable(before)
+    if changed:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except click.Abort:
+        click.echo(err=True)
+        raise
+    finally:
+        if changed:
+            signal.signal(signal.SIGINT, before)

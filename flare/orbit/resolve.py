@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat as stat_module
 import tempfile
@@ -92,6 +93,9 @@ async def resolve_core(client: Client, reference: CoreReference) -> Core:
         else:
             core = await resolve_on_node(client, reference)
         check_fits([name for name, _ in core.files])  # before anything is planned
+        # A core of this host is read without a pause: a Ctrl-C that came meanwhile ends the command here, and
+        # not behind the question that follows.
+        await asyncio.sleep(0)
         return core
     if Path(str(reference)).exists():
         raise UsageError(f"{reference} is the name of a repository. For the file here write ./{reference}")

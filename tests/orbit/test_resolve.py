@@ -65,3 +65,19 @@ def test_a_core_that_no_grant_can_name_is_refused_at_once(
     monkeypatch.setattr(orbit_limits, "MAX_ORBIT_FILES", 2)
     with pytest.raises(UnsupportedError, match=r"This core has 3 files, .* fewer, larger files"):
         asyncio.run(resolve_core(client, reference))
+
+
+def test_a_ctrl_c_while_the_core_was_read_comes_before_any_question(tmp_path: Path) -> None:
+    primary = write_core(tmp_path, {"model/a.gguf": b"a"})
+
+    async def interrupted() -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()  # as Ctrl-C does in a running event loop
+        try:
+            await resolve_core(client_of(tmp_path, [])[0], LocalReference(str(primary)))
+        except asyncio.CancelledError:
+            return "ended"
+        return "asked"
+
+    assert asyncio.run(interrupted()) == "ended"
