@@ -21,9 +21,11 @@ from flare.wire.handshake import PROTOCOL_VERSION
 from flare.wire.messages import Hello, Put, Status
 from tests.agent.test_transfer_failures import a_push, flip, outcome
 from tests.agent.test_transfer_refusals import Asker, a_core, receive
-from tests.agent.transfer_world import MIB, Gate, Push, asking, nothing_left, random_bytes, start
+from tests.agent.test_transfer_resume import recorded
+from tests.agent.transfer_world import MIB, Gate, Push, asking, nothing_left, random_bytes, start, until
 from tests.agent.world import Agent, Peer, drive
 from tests.cores.making import write_core, write_packed_core
+from tests.workers.test_sink import cached_pages, can_write_directly
 
 
 @pytest.fixture
@@ -35,14 +37,20 @@ def pair(new_agent: Callable[..., Agent], controller: Peer) -> tuple[Agent, Agen
 
 
 async def cut_off(
-    push: Push, agent: Agent, after: int, look: Callable[[], None] = lambda: None, **changes: object
+    push: Push,
+    agent: Agent,
+    after: int,
+    look: Callable[[], None] = lambda: None,
+    kept: int = 0,
+    **changes: object,
 ) -> None:
-    """Look when so many bytes of a transfer have passed, and let it fail then."""
+    """Look when so many bytes of a transfer have passed, and let it fail when so many can be resumed."""
     async with Gate(push.source, limit=after) as gate:
         push.through = gate.address
         asked = asyncio.create_task(push.ask(agent, **changes))
         await gate.at_limit.wait()
         look()
+        await until(lambda: recorded(push, agent) >= kept)
         gate.cut()
         with pytest.raises((TransferError, UnreachableError)):
             await asked
@@ -258,3 +266,35 @@ def test_status_says_what_takes_room_beside_cores(
         assert (await controller.ask(pair[1], Status())).cache_resumable == 0
 
     drive(scenario())
+
+
+@pytest.mark.parametrize("how", ["lent", "more", "resumed", "digested"])
+def test_no_page_is_left_behind(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path, how: str
+) -> None:
+    if not can_write_directly(tmp_path):
+        pytest.skip("this file system keeps its files in the page cache")
+    weights = "model/weights.safetensors"
+    files = {weights: random_bytes(16 * MIB)}
+    path = write_core(tmp_path / "core", files, ranks=2, rank_ranges=[None, [[0, MIB, 12 * MIB]]])
+    push = Push(controller, path, pair[0], list(pair))
+    rank = 1 if how == "more" else None
+    stored = push.folder(pair[1], rank) / weights
+
+    async def scenario() -> None:
+        if how == "lent":
+            await push.ask(pair[1], 1)
+        elif how == "more":
+            (file,) = push.files(1)
+            await push.ask(pair[1], 1, files=(replace(file, ranges=((2 * MIB, 8 * MIB),)),))
+        elif how == "resumed":
+            await cut_off(push, pair[1], 12 * MIB, kept=4 * MIB, resume=True)
+        else:
+            await push.ask(pair[1])
+            (stored.parent.parent / ".verified").unlink()
+        assert (await push.ask(pair[1], rank, resume=how == "resumed")).bytes < 13 * MIB
+
+    drive(scenario())
+    with stored.open("r+b") as file:
+        assert cached_pages(file.fileno(), 16 * MIB) == 0
+    push.same(pair[1], rank)

@@ -49,6 +49,8 @@ def digest_ranges(job: Hash, descriptor: int, table: DigestTable | None, watch: 
             watch.check()
             if job.drop_cache:
                 drop_pages(descriptor, job.file_offset + start, position - start)
+    if job.drop_cache:
+        drop_pages(descriptor, 0, 0)  # all of it: the kernel read ahead of us, past the ranges' ends
     return Result(done, sha256=whole.digest() if whole is not None else None)
 
 

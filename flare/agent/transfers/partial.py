@@ -18,7 +18,9 @@ from flare.errors import StorageError
 from flare.files import describe_os_error, ensure_private_folder
 from flare_workers.ranges import Ranges, Run
 
-COPY_PIECE = 64 << 20  # bytes a system call copies, so that a copy of a large file can be given up
+# Bytes that a system call copies, so that a copy of a large file can be given up; and that a copy leaves in
+# the page cache before it puts them on the disk and drops them: a GPU may share the system's memory.
+COPY_PIECE = 64 << 20
 PLAIN_PIECE = 1 << 20  # bytes copied through this process where the kernel does not do it
 _NO_KERNEL_COPY = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)  # depends on the file system
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -119,16 +121,29 @@ class Partial:
         Raises:
             StorageError: it cannot be read, or there is no room.
         """
+        copied: list[Run] = []
         try:
             for offset, length in runs:
                 position, end = offset, offset + length
                 while position < end and not self.given_up:
-                    copied = _copy_piece(descriptor, self.descriptor, position, end - position)
-                    if not copied:
+                    count = _copy_piece(descriptor, self.descriptor, position, end - position)
+                    if not count:
                         raise StorageError(f"{self.path} in the cache became shorter while it was copied.")
-                    position += copied
+                    copied.append((position, count))
+                    position += count
+                    if sum(length for _, length in copied) >= COPY_PIECE:
+                        self._drop(descriptor, copied)
+                        copied = []
+            self._drop(descriptor, copied)
         except OSError as problem:
             raise describe_os_error(problem, f"Cannot copy {self.path} in the cache") from None
+
+    def _drop(self, source: int, runs: list[Run]) -> None:
+        """Put what was copied on the disk, and let go of its pages at both ends."""
+        os.fdatasync(self.descriptor)
+        for descriptor in (source, self.descriptor):
+            for offset, length in runs:
+                os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, keep: bool) -> None:
         """Let go of it.
