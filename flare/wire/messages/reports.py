@@ -27,6 +27,7 @@ from flare.wire.messages.greeting import MAX_ENGINES
 
 MAX_GPUS = 1024  # devices of one node
 MAX_GROUPS = 4096  # groups that one node runs or retains
+MAX_PROBLEM = 4096  # characters; a sentence
 MAX_CORES = 4096  # core directories of one node
 MAX_ENDPOINTS = 256  # RoCE endpoints of one node
 MAX_NEIGHBOURS = 64  # LLDP neighbours of one endpoint
@@ -44,6 +45,7 @@ class GpuReport:
         utilization, memory_utilization: percent of the last sample period (METRICS alone).
         temperature: degrees Celsius.
         clock: SM clock in MHz.
+        problem: why it does not answer, a clause; then nothing is free.
     """
 
     index: int
@@ -57,6 +59,7 @@ class GpuReport:
     memory_utilization: int | None = None
     temperature: int | None = None
     clock: int | None = None
+    problem: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
@@ -78,6 +81,7 @@ class GpuReport:
             memory_utilization=reader.count("memory_utilization", default=None),
             temperature=reader.count("temperature", default=None),
             clock=reader.count("clock", default=None),
+            problem=reader.text("problem", limit=MAX_PROBLEM, default=None),
         )
 
 
@@ -231,11 +235,11 @@ class StatusReply(Message):
         cache_free: bytes that the cache can still take, with what it would evict for them.
         address: the local address that routing selects towards what was asked.
         rendezvous_port: a port that is free for a rendezvous now.
+        cache_resumable: bytes of what failed transfers left for the next ones.
+        cache_blobs: bytes of blobs that no core links.
     """
 
     LIMIT: ClassVar[int] = MAX_REPORT
-        cache_resumable: bytes of what failed transfers left for the next ones.
-        cache_blobs: bytes of blobs that no core links.
     VALUES: ClassVar[int] = MAX_REPORT  # every file of every core; a node's answer to a controller
 
     name: str
@@ -249,11 +253,11 @@ class StatusReply(Message):
     cache_free: int
     address: str | None = None
     rendezvous_port: int | None = None
+    cache_resumable: int | None = None
+    cache_blobs: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
-    cache_resumable: int | None = None
-    cache_blobs: int | None = None
         return present(
             {
                 "name": self.name,
@@ -267,11 +271,11 @@ class StatusReply(Message):
                 "cache_free": self.cache_free,
                 "address": self.address,
                 "rendezvous_port": self.rendezvous_port,
+                "cache_resumable": self.cache_resumable,
+                "cache_blobs": self.cache_blobs,
             }
         )
 
-                "cache_resumable": self.cache_resumable,
-                "cache_blobs": self.cache_blobs,
     @classmethod
     def parse(cls, reader: Reader) -> StatusReply:
         """Build the value from its members."""
@@ -287,11 +291,11 @@ class StatusReply(Message):
             cache_free=reader.count("cache_free"),
             address=reader.text("address", limit=MAX_ADDRESS, default=None),
             rendezvous_port=reader.count("rendezvous_port", limit=0xFFFF, default=None),
+            cache_resumable=reader.count("cache_resumable", default=None),
+            cache_blobs=reader.count("cache_blobs", default=None),
         )
 
 
-            cache_resumable=reader.count("cache_resumable", default=None),
-            cache_blobs=reader.count("cache_blobs", default=None),
 @dataclass(frozen=True, slots=True)
 class Status(Request[StatusReply]):
     """Ask for a node's state; `toward` is an address whose route is wanted."""
