@@ -262,7 +262,8 @@ class Ranks:
             run.terminate()
         if runs:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*(run.gone.wait() for run in runs)), SHUTDOWN_GRACE)
+                async with asyncio.timeout(SHUTDOWN_GRACE):
+                    await asyncio.gather(*(run.gone.wait() for run in runs))
         for run in runs:
             run.kill()
         for run in runs:

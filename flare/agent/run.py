@@ -13,17 +13,16 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flare import keeper, strict_json
+from flare.agent.orphans import LAUNCH_VARIABLE, sweep
 from flare.agent.output import STREAM_NAMES, Line, LineSplitter, RankOutput
 from flare.agent.pipes import PipeReader
 from flare.errors import RankError, RemoteProtocolError
 
-LAUNCH_VARIABLE = "FLARE_LAUNCH"  # marks every process of a launch, so that orphans can be told apart
 MAX_STATUS_LINE = 16 * 1024  # a phase, a reason and a URL
 MAX_REASON = 1024  # characters of a reason that are kept: STATUS carries it for every run
 SECOND_TERMINATE_AFTER = 2.2  # seconds: a rank takes a second SIGTERM seriously after two
@@ -31,8 +30,6 @@ FIRST_PHASE_WITHIN = 5.0  # seconds for a rank to begin, and so to take SIGTERM 
 KILL_AFTER = 10.0  # seconds from the second SIGTERM of a hurried stop to SIGKILL
 KEEPER_LIMIT = 5.0  # seconds for a keeper to obey a kill; one that is stopped or hangs is killed itself
 START_TIMEOUT = 20.0  # seconds for the keeper to fork; milliseconds unless the machine is drowning
-SWEEP_INTERVAL = 0.05  # seconds between two looks for orphans of a killed keeper
-SWEEP_LIMIT = 30.0  # seconds of looks that fail, for want of descriptors; then orphans are left to the log
 POLL_INTERVAL = 0.25  # seconds between two looks at a keeper that no descriptor watches
 
 logger = logging.getLogger("flare.agent")
@@ -157,7 +154,8 @@ class Run:
             raise RankError(f"The rank could not be started: {problem.strerror}.") from None
         self._task = asyncio.create_task(self._reap())
         try:
-            self.pid = await asyncio.wait_for(asyncio.shield(self._begun), START_TIMEOUT)
+            async with asyncio.timeout(START_TIMEOUT):  # wait_for can lose a cancellation
+                self.pid = await asyncio.shield(self._begun)
         except TimeoutError:
             self.kill()
             raise RankError("The rank could not be started: its keeper did not answer.") from None
@@ -313,7 +311,8 @@ class Run:
     async def wait_gone(self, seconds: float) -> bool:
         """Wait until nothing of it is left; return whether that is so after `seconds`."""
         try:
-            await asyncio.wait_for(self.gone.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.gone.wait()
         except TimeoutError:
             return False
         return True
@@ -437,55 +436,3 @@ async def _process_ended(process: subprocess.Popen[bytes]) -> None:
         loop.remove_reader(descriptor)
         os.close(descriptor)
     process.wait()
-
-
-async def sweep(launch: str, leader: int | None) -> None:
-    """Kill every descendant that carries the launch's mark, until none is left.
-
-    Only for a keeper that was itself killed: its orphans become children of this process, a subreaper,
-    which then has to collect them too.
-
-    Raises:
-        OSError: for SWEEP_LIMIT no look at the processes was possible.
-    """
-    mark = f"{LAUNCH_VARIABLE}={launch}".encode()
-    orphans = set() if leader is None else {leader}
-    give_up = time.monotonic() + SWEEP_LIMIT
-    while True:
-        try:
-            alive = [process for process in keeper.descendants(os.getpid()) if _has_mark(process, mark)]
-        except OSError:  # out of descriptors: some come back
-            if time.monotonic() >= give_up:
-                raise
-            await asyncio.sleep(POLL_INTERVAL)
-            continue
-        for process in alive:
-            orphans.add(process)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        if not _collect(orphans) and not alive:
-            return
-        await asyncio.sleep(SWEEP_INTERVAL)
-
-
-def _collect(orphans: set[int]) -> bool:
-    """Collect those that ended; tell whether a child of ours among them still ends.
-
-    One whose memory is gone already carries no mark that could be read, and is there all the same.
-    """
-    ending = False
-    for process in tuple(orphans):
-        with contextlib.suppress(ChildProcessError):  # not ours, or not yet
-            if os.waitpid(process, os.WNOHANG)[0]:
-                orphans.discard(process)
-            else:
-                ending = True
-    return ending
-
-
-def _has_mark(process: int, mark: bytes) -> bool:
-    try:
-        with open(f"/proc/{process}/environ", "rb") as file:
-            return mark in file.read().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is somebody else's
-        return False

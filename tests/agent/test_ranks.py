@@ -17,6 +17,7 @@ from flare.agent.ranks import RETAIN_FULL_FAILURES, RETAIN_SECONDS, RETAIN_SUCCE
 from flare.agent.run import MAX_REASON, RankSpec, Run
 from flare.errors import BusyError, ConflictError, NotFoundError, RankError
 from flare.strict_json import canonical
+from tests.rank.lab import never_loses_a_cancellation
 
 FAKE = str(Path(__file__).with_name("fake_flare.py"))
 GPUS = ("GPU-a", "GPU-b")
@@ -300,5 +301,23 @@ def test_closing_ends_everything_and_takes_nothing_new(monkeypatch: pytest.Monke
         assert run.state == "failed"
         with pytest.raises(BusyError, match="agent is stopping"):
             ranks.reserve(spec("glm-2"), GPUS)
+
+    drive(scenario)
+
+
+def test_an_end_of_the_agent_that_comes_with_the_last_ranks_is_not_lost() -> None:
+    begun: list[Run] = []
+
+    async def scenario(ranks: Ranks, clock: Clock) -> None:
+        async def close() -> None:
+            begun[:] = [Run(spec("glm-1"), clock)]
+            ranks._runs = {"glm-1": begun[0]}
+            await ranks.close()
+
+        def ended() -> None:
+            begun[0].gone.set()
+
+        await never_loses_a_cancellation(close, ended)
+        ranks._runs = {}
 
     drive(scenario)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from flare.agent.run import RankSpec, Run
 from flare.errors import RankError
+from tests.rank.lab import never_loses_a_cancellation
 
 FAKE = str(Path(__file__).with_name("fake_flare.py"))
 KEY = bytes(range(32))
@@ -341,7 +342,7 @@ def test_orphans_that_cannot_be_looked_for_do_not_keep_a_run_alive(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("flare.keeper.descendants", exhausted)
-    monkeypatch.setattr("flare.agent.run.SWEEP_LIMIT", 0.4)
+    monkeypatch.setattr("flare.agent.orphans.SWEEP_LIMIT", 0.4)
 
     async def scenario(run: Run) -> None:
         await run.start()
@@ -354,3 +355,33 @@ def test_orphans_that_cannot_be_looked_for_do_not_keep_a_run_alive(
     assert (run.state, run.reason) == ("failed", "its keeper was killed")
     assert len(looks) > 1
     assert "could not be looked at" in caplog.text
+
+
+def test_an_end_that_comes_with_what_was_waited_for_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(_run: Run) -> None:
+        return None
+
+    monkeypatch.setattr(Run, "_spawn", lambda _run: None)
+    monkeypatch.setattr(Run, "_reap", nothing)
+    begun: list[Run] = []
+
+    async def scenario() -> None:
+        def start() -> Coroutine[Any, Any, int]:
+            begun.append(Run(spec(), time.monotonic))
+            return begun[-1].start()
+
+        def started() -> None:
+            assert begun[-1]._begun is not None
+            begun[-1]._begun.set_result(17)
+
+        def end() -> Coroutine[Any, Any, bool]:
+            begun.append(Run(spec(), time.monotonic))
+            return begun[-1].wait_gone(60)
+
+        def ended() -> None:
+            begun[-1].gone.set()
+
+        await never_loses_a_cancellation(start, started)
+        await never_loses_a_cancellation(end, ended)
+
+    asyncio.run(scenario())
