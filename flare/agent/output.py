@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 RETAINED_BYTES = 64 * 1024  # the specification's "about 64 KiB of output per rank"
 MAX_LINE_BYTES = 16 * 1024  # of UTF-8: the protocol's limit of LOG
 STREAM_NAMES = ("stdout", "stderr")
+ERROR_PREFIX = "flare: error: "  # what `flare` says last when it ends with an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +124,19 @@ class RankOutput:
                 return
             if changed is self._changed:
                 await changed.wait()
+
+
+def last_words(lines: Sequence[Line]) -> str | None:
+    """Return what a program that ended badly said at last: its error's sentences, or else one line.
+
+    Args:
+        lines: all that is known of its output; standard error counts before standard output.
+    """
+    for stream in reversed(STREAM_NAMES):
+        said = [line.text.strip() for line in lines if line.stream == stream and line.text.strip()]
+        for number in reversed(range(len(said))):
+            if said[number].startswith(ERROR_PREFIX):
+                return " ".join([said[number].removeprefix(ERROR_PREFIX), *said[number + 1 :]])
+        if said:
+            return said[-1]
+    return None

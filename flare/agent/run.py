@@ -19,12 +19,13 @@ from typing import Any
 
 from flare import keeper, strict_json
 from flare.agent.orphans import LAUNCH_VARIABLE, sweep
-from flare.agent.output import STREAM_NAMES, Line, LineSplitter, RankOutput
+from flare.agent.output import STREAM_NAMES, Line, LineSplitter, RankOutput, last_words
 from flare.agent.pipes import PipeReader
 from flare.errors import RankError, RemoteProtocolError
 
 MAX_STATUS_LINE = 16 * 1024  # a phase, a reason and a URL
 MAX_REASON = 1024  # characters of a reason that are kept: STATUS carries it for every run
+LAST_PHASES = ("stopped", "failed")  # their reasons say why a rank ended
 SECOND_TERMINATE_AFTER = 2.2  # seconds: a rank takes a second SIGTERM seriously after two
 FIRST_PHASE_WITHIN = 5.0  # seconds for a rank to begin, and so to take SIGTERM for a wish and not for its end
 KILL_AFTER = 10.0  # seconds from the second SIGTERM of a hurried stop to SIGKILL
@@ -338,6 +339,9 @@ class Run:
         for reader in self._readers:
             with _logged("a rank's last words could not be read"):
                 reader.drain()
+        if self.status and self.phase not in LAST_PHASES:
+            # It did not come to say why, as when it cannot read its settings: its output does.
+            self.reason = (last_words(self.output.retained) or self.reason or "")[:MAX_REASON] or None
         assert self._begun is not None
         if not self._begun.done():
             self._begun.set_exception(RankError("The rank could not be started: its keeper ended."))

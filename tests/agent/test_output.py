@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare.agent.output import MAX_LINE_BYTES, RETAINED_BYTES, Line, LineSplitter, RankOutput
+from flare.agent.output import MAX_LINE_BYTES, RETAINED_BYTES, Line, LineSplitter, RankOutput, last_words
 
 
 @given(st.lists(st.binary(max_size=40)))
@@ -83,3 +84,29 @@ def test_slow_follower_is_told_what_it_missed_and_delays_nobody() -> None:
         assert [line.text[0] for line in rest[1:]] == ["g", "h"]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ((), None),
+        ((" ", "stderr"), None),
+        (("loading", "stdout", "", "stdout"), "loading"),
+        (("a warning", "stderr", "working", "stdout"), "a warning"),
+        (("Traceback:", "stderr", "KeyError: 'x'", "stderr"), "KeyError: 'x'"),
+        (
+            (
+                "flare: warning: old",
+                "stderr",
+                "flare: error: config.toml: no.",
+                "stderr",
+                "Mend it.",
+                "stderr",
+            ),
+            "config.toml: no. Mend it.",
+        ),
+    ],
+)
+def test_what_a_program_said_at_last(lines: tuple[str, ...], words: str | None) -> None:
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    assert last_words([Line(text, stream) for text, stream in pairs]) == words

@@ -146,6 +146,24 @@ def test_failed_run_keeps_its_status() -> None:
     assert (run.state, run.status) == ("failed", 7)
 
 
+@pytest.mark.parametrize("phase", ["", '{"phase": "loading", "reason": "weights"}'])
+def test_a_rank_that_ends_before_it_said_why_gives_its_last_words(phase: str) -> None:
+    script = f"""
+import os, sys
+os.write(int(sys.argv[sys.argv.index("--status-fd") + 1]), {phase!r}.encode() + b"\\n")
+print("working")
+print("flare: error: config.toml has no such key.", file=sys.stderr)
+sys.exit(3)
+"""
+
+    async def scenario(run: Run) -> None:
+        await run.start()
+        await run.gone.wait()
+
+    run = drive(scenario, command=(sys.executable, "-c", script))
+    assert (run.state, run.status, run.reason) == ("failed", 3, "config.toml has no such key.")
+
+
 def test_terminate_lets_it_drain() -> None:
     async def scenario(run: Run) -> None:
         await run.start()
