@@ -97,7 +97,7 @@ class PeerGroup:
             *request.rendezvous, keyed=request.key is not None, insecure=request.insecure
         )
         self._lifecycle.enter(Phase.RENDEZVOUS, f"waiting for {ranks - 1} peer(s) at {show(address)}")
-        await self._rendezvous.meet()
+        await self._rendezvous.meet(request.meeting_seconds)
 
     async def supply(self) -> dict[int, int]:
         """Give every peer what it asks for; return rank -> bytes that it can give beside its weights.

@@ -56,7 +56,6 @@ async def join(
     link = Link(connection, send, receive, f"rank zero ({show((host, port))})")
     try:
         await link.send(hello_message(facts))
-        # Rank zero may still be resolving its core.
         begun = loop.time()
         async with asyncio.timeout(seconds):
             message = await link.receive()
@@ -101,7 +100,7 @@ async def _connect(host: str, port: int, seconds: float, remark: Callable[[str],
         connection = socket.socket(family, kind | socket.SOCK_CLOEXEC)
         connection.setblocking(False)
         try:
-            async with asyncio.timeout(PROOF_LIMIT):
+            async with asyncio.timeout(min(PROOF_LIMIT, max(limit - loop.time(), LAST_PAUSE))):
                 await loop.sock_connect(connection, address)
         except (OSError, TimeoutError) as problem:
             connection.close()

@@ -25,6 +25,7 @@ from flare.rank.engines.llama_cpp import LlamaCpp
 from flare.rank.lifecycle import Lifecycle
 from flare.rank.model_cache import mark_verified, stamps, verified_before
 from flare.rank.proof import INSECURE_KEY
+from flare.rank.rendezvous import LAUNCH_LIMIT, MEETING_LIMIT
 from flare.rank.sockets import describe, is_unanswered
 from flare.serving_options import ServingOptions
 from flare.settings import Settings
@@ -83,6 +84,11 @@ class RunRequest:
     def proof_key(self) -> bytes:
         """The key of every proof; a well-known one where the operator gave none."""
         return INSECURE_KEY if self.key is None else self.key
+
+    @property
+    def meeting_seconds(self) -> float:
+        """How long ranks wait for each other: an agent says how many there are, and all start at once."""
+        return MEETING_LIMIT if self.ranks is None else LAUNCH_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

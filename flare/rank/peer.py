@@ -150,7 +150,13 @@ class PeerRank:
         self._advance(Phase.RENDEZVOUS, f"going to rank zero at {show((host, port))}")
         facts = PeerFacts(request.expect_index, request.ranks, VERSION, engines)
         self._link, welcome = await join(
-            host, port, rank=request.rank, key=request.proof_key, facts=facts, remark=lifecycle.remark
+            host,
+            port,
+            rank=request.rank,
+            key=request.proof_key,
+            facts=facts,
+            remark=lifecycle.remark,
+            seconds=request.meeting_seconds,
         )
         self._tasks.append(asyncio.create_task(self._read(self._link)))
         offer = Offer.from_message(welcome)

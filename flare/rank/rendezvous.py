@@ -45,6 +45,9 @@ MAX_PENDING: Final = 64
 """Connections whose proof is not done; a peer opens about ten at once."""
 MEETING_LIMIT: Final = 600.0
 """Seconds for all ranks to come: a person may start them by hand, one after the other."""
+LAUNCH_LIMIT: Final = 60.0
+"""Seconds when agents started them: all at once, and they go to rank zero before they do anything else.
+One that ends before it met rank zero can tell nobody; so long the others hold their devices for it."""
 MAX_UNREAD: Final = 64
 """Messages of a peer that nobody read yet; it says some ten while it comes up, and none while it serves."""
 HELLO_LIMIT: Final = 10.0

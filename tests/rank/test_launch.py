@@ -263,6 +263,11 @@ def test_without_a_key_both_sides_use_the_same_well_known_one() -> None:
     assert "secret" not in repr(request(environment={"TOKEN": "secret"}))
 
 
+def test_ranks_that_agents_started_do_not_wait_long_for_each_other() -> None:
+    assert request().meeting_seconds == 600
+    assert request(ranks=2).meeting_seconds == 60
+
+
 def test_only_accepted_publishers_are_trusted() -> None:
     accepted = Accepted(frozenset({"aa"}))
     assert accepted.accepts("aa")

@@ -35,7 +35,7 @@ time.sleep(60)
 class Lab:
     """A peer, and a rank zero that the test plays."""
 
-    def __init__(self, folder: Path, engine: str, welcome: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, engine: str, welcome: dict[str, Any], **changes: Any) -> None:
         programs = folder / "bin"
         programs.mkdir()
         for name in ("llama-server", "ggml-rpc-server"):
@@ -55,6 +55,7 @@ class Lab:
                 cache=folder / "cache",
                 accepted=Accepted(frozenset({PUBLISHER.fingerprint})),
                 environment={"PATH": f"{programs}:{os.environ['PATH']}"},
+                **changes,
             ),
             self.lifecycle,
             self.signals,
@@ -86,9 +87,9 @@ class Lab:
 
 @contextlib.asynccontextmanager
 async def started(
-    folder: Path, engine: str = LISTENING, welcome: dict[str, Any] | None = None
+    folder: Path, engine: str = LISTENING, welcome: dict[str, Any] | None = None, **changes: Any
 ) -> AsyncIterator[Lab]:
-    lab = Lab(folder, engine, welcome or {})
+    lab = Lab(folder, engine, welcome or {}, **changes)
     try:
         async with lab.zero:
             yield lab
@@ -273,6 +274,19 @@ def test_a_tunnel_that_cannot_be_opened_is_the_reason_when_nothing_else_is(
             member = await lab.to_agreement()
             await member.link.send({"type": "agreed", "context_length": 256, "slots": 1, "capacity": 9})
             await failing(lab, UnreachableError, "connection to rank zero broke: .*Connection refused")
+
+    run(work())
+
+
+def test_a_rank_zero_that_never_listens_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flare.rank.launch.LAUNCH_LIMIT", 0.3)
+
+    async def work() -> None:
+        async with started(tmp_path, ranks=2) as lab:
+            await lab.zero.rendezvous.close()
+            await failing(lab, UnreachableError, r"Rank zero does not listen at 127\.0\.0\.1:\d+ .*Is rank 0")
 
     run(work())
 

@@ -295,6 +295,12 @@ def test_a_rendezvous_that_is_taken_is_named(tmp_path: Path) -> None:
         fails(tmp_path, BusyError, "rendezvous cannot listen", rendezvous=address, made_for=2)
 
 
+def test_a_peer_that_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare.rank.launch.LAUNCH_LIMIT", 0.3)
+    meeting = {"rendezvous": ("127.0.0.1", 0), "made_for": 2, "ranks": 2}
+    fails(tmp_path, RankError, "After 0 s rank 1 had not joined", **meeting)
+
+
 @pytest.mark.parametrize(
     ("error", "message", "words", "changes"),
     [
