@@ -70,6 +70,15 @@ def test_a_rank_takes_the_lowest_free_gpu_of_the_right_revision() -> None:
     assert (member.rank, member.holds) == (0, False)
 
 
+@pytest.mark.parametrize("layout", ["multi_host", "single_host"])
+def test_a_device_that_does_not_answer_is_not_used_and_says_so(layout: str) -> None:
+    silent = replace(gpu(0, 0), problem="GPU 0 does not answer: GPU is lost")
+    with pytest.raises(PlacementError, match=r"a: .*GPU 0 does not answer: GPU is lost"):
+        place(needs(1, layout=layout), [node("a", silent)], listed=False, gpu_indices=None)
+    chosen = place(needs(1, layout=layout), [node("a", silent, gpu(1))], listed=False, gpu_indices=None)
+    assert [each.index for each in chosen.members[0].gpus] == [1]
+
+
 def test_free_memory_must_cover_device_bytes_and_reserve() -> None:
     assert names(place(needs(1), [node("a", gpu(0, 12))], listed=False)) == ["a"]
     message = refused(needs(1), [node("a", gpu(0, 11))])

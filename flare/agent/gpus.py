@@ -7,6 +7,7 @@ answer is reported with no free memory, so that nothing is placed on it until it
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ class _Known:
 
 
 class Devices:
-    """Every device of this node.
+    """Every device of this node. NVML is opened by the first reading, or by `open`.
 
     States, in `kind`: `cpu`, without NVML or while a broken NVML has not shown any GPU; `nvml`, once it has.
     `cpu` may become `nvml` when a broken NVML recovers; `nvml` stays, so that a GPU in use keeps its name.
@@ -99,7 +100,7 @@ class Devices:
         self._nvml: Any = None
         self._known: dict[str, _Known] = {}  # by UUID: a reset driver may count its GPUs anew
         self._problem: str | None = None
-        self._open_again_at: float | None = None
+        self._open_again_at: float | None = -math.inf
 
     @classmethod
     def open(cls, node_fingerprint: str, monotonic: Callable[[], float] = time.monotonic) -> Devices:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from flare.agent.cache import Entry
@@ -15,7 +16,7 @@ from flare.agent.connected import while_connected
 from flare.agent.damaged import drop_damaged
 from flare.agent.device_memory import DeviceMemory
 from flare.agent.file_requests import open_source
-from flare.agent.gpus import visible_devices
+from flare.agent.gpus import Reading, visible_devices
 from flare.agent.inventory import Signed, signed_at
 from flare.agent.node import Node
 from flare.agent.rank_command import (
@@ -31,6 +32,7 @@ from flare.errors import (
     ForbiddenError,
     IntegrityError,
     NotFoundError,
+    PlacementError,
     UnsupportedError,
 )
 from flare.session import Session
@@ -60,7 +62,8 @@ async def run(node: Node, session: Session, request: messages.Run) -> None:
     )
     with contextlib.ExitStack() as pins:
         spec = await _specify(node, request, checked, pins)
-        readings = await node.sampler.fresh_readings()
+        readings = await node.sampler.answered_readings()
+        check_answering(readings, spec.gpus, node.sampler.problem)
         # One step without an await: of two controllers that ask at the same moment exactly one wins.
         rank = node.ranks.reserve(spec, [reading.uuid for reading in readings])
         rank.before_end = DeviceMemory(node.sampler, spec.gpus, readings).wait_until_back
@@ -70,6 +73,24 @@ async def run(node: Node, session: Session, request: messages.Run) -> None:
     pid = await node.ranks.start(rank)
     await session.send(messages.RunReply(pid=pid, launch=spec.launch))
     await while_connected(session, _stream(session, rank), "a rank")
+
+
+def check_answering(readings: Sequence[Reading], gpus: Collection[str], problem: str | None) -> None:
+    """Refuse devices that do not answer: what runs there would hang or fail.
+
+    Args:
+        gpus: UUIDs of the devices that the rank is to use; empty means the whole node.
+        problem: what is wrong with the driver as a whole, which may never have told of a device.
+
+    Raises:
+        PlacementError: one of them does not answer, or none of the node's.
+    """
+    wanted = [reading for reading in readings if not gpus or reading.uuid in gpus]
+    silent = [reading.problem for reading in wanted if reading.problem is not None]
+    if silent and (gpus or len(silent) == len(wanted)):
+        raise PlacementError(f"{silent[0]}.")
+    if problem is not None and not readings:
+        raise PlacementError(f"The devices of this node are not known: {problem}.")
 
 
 async def _specify(

@@ -37,7 +37,7 @@ MAX_DOCUMENTS = 1536 * 1024
 async def status(node: Node, session: Session, request: Status) -> None:
     """Report everything that placement needs."""
     address = None if request.toward is None else await local_address_toward(request.toward)
-    readings = await node.sampler.fresh_readings()
+    readings = await node.sampler.answered_readings()
     cores, usage = await asyncio.gather(inventory(node.cache), node.cache.room.usage())
     await session.send(
         StatusReply(
@@ -123,6 +123,7 @@ def _gpu(node: Node, reading: Reading, *, with_metrics: bool = False) -> GpuRepo
         memory_total=reading.memory_total,
         memory_free=reading.memory_free,
         group=node.ranks.holder_of(reading.uuid),
+        problem=reading.problem,
     )
     if not with_metrics:
         return report
@@ -138,6 +139,7 @@ def _gpu(node: Node, reading: Reading, *, with_metrics: bool = False) -> GpuRepo
         memory_utilization=reading.memory_utilization,
         temperature=reading.temperature,
         clock=reading.clock,
+        problem=report.problem,
     )
 
 

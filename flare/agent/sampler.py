@@ -14,11 +14,12 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from flare.agent.gpus import Reading
+from flare.agent.driver import ask_driver
+from flare.agent.gpus import CPU_REVISION, Reading
 from flare.agent.ranks import Ranks
 from flare.errors import FlareError, RemoteProtocolError
 from flare.strict_json import loads
@@ -28,6 +29,7 @@ DOCUMENT_TIMEOUT = 2.0  # seconds for one document, connection included
 MAX_DOCUMENT = 64 * 1024  # bytes; a document has some five hundred
 MAX_HEAD = 16 * 1024  # bytes of HTTP status line and headers
 FRESH = 0.5  # seconds: a reading that is younger is used again
+ANSWER_WITHIN = 5.0  # seconds; drivers take milliseconds, and one or two seconds after a reset
 
 logger = logging.getLogger("flare.agent")
 
@@ -70,13 +72,43 @@ class Sampler:
         self._clock = clock
         self._readings: tuple[Reading, ...] = ()
         self._read_from = -math.inf  # when the last reading began
+        self._reading_since: float | None = None  # when the one that is under way began
+        self._told_silent = False
         self._reading: asyncio.Task[None] | None = None
         self._documents: dict[str, Document] = {}
 
     @property
     def readings(self) -> tuple[Reading, ...]:
-        """The devices as they were last read."""
-        return self._readings
+        """The devices as they were last read; GPUs with a problem while the driver does not answer."""
+        problem = self.problem
+        if problem is None:
+            return self._readings
+        return tuple(_silent(reading, problem) for reading in self._readings)
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the driver while it does not answer, a clause; None when it does."""
+        seconds = self._waited()
+        if seconds < ANSWER_WITHIN:
+            return None
+        return f"the NVIDIA driver has not answered for {seconds:.0f} s; check `nvidia-smi`"
+
+    @property
+    def asking(self) -> bool:
+        """Whether the driver is being asked now."""
+        return self._reading_since is not None
+
+    def _waited(self) -> float:
+        """For how many seconds the driver has not answered the question that it is asked now."""
+        return 0.0 if self._reading_since is None else self._clock() - self._reading_since
+
+    async def answered_readings(self) -> tuple[Reading, ...]:
+        """Return fresh readings, or after ANSWER_WITHIN without an answer what `readings` says."""
+        try:
+            async with asyncio.timeout(max(ANSWER_WITHIN - self._waited(), 0.0)):
+                return await self.fresh_readings()
+        except TimeoutError:
+            return self.readings
 
     def document(self, launch: str) -> tuple[Mapping[str, Any], float] | None:
         """Return a launch's last document and its age in seconds, if there is one."""
@@ -84,7 +116,10 @@ class Sampler:
         return None if found is None else (found.values, self._clock() - found.read_at)
 
     async def fresh_readings(self, max_age: float = FRESH) -> tuple[Reading, ...]:
-        """Return readings that began at most `max_age` seconds before this call; with 0, new ones."""
+        """Return readings that began at most `max_age` seconds before this call; with 0, new ones.
+
+        Waits for as long as the driver takes.
+        """
         wanted = self._clock() - max_age
         while self._read_from < wanted:
             if self._reading is None:
@@ -94,12 +129,12 @@ class Sampler:
         return self._readings
 
     async def _read(self) -> None:
+        self._reading_since = began = self._clock()
         try:
-            began = self._clock()
-            self._readings = tuple(await asyncio.to_thread(self._devices.read))
+            self._readings = tuple(await ask_driver(self._devices.read))
             self._read_from = began
         finally:
-            self._reading = None
+            self._reading, self._reading_since = None, None
 
     async def run(self) -> None:
         """Sample for ever, until cancelled."""
@@ -115,7 +150,8 @@ class Sampler:
     async def sample(self) -> None:
         """Take one sample of everything."""
         self._each_second()
-        await self.fresh_readings()
+        await self.answered_readings()
+        self._tell_problem()
         running = (run for run in self._ranks.running() if run.alive)
         serving = {run.spec.launch: run.url for run in running if run.url is not None}
         documents = await asyncio.gather(*(fetch_document(url) for url in serving.values()))
@@ -124,6 +160,32 @@ class Sampler:
                 self._documents[launch] = Document(values, self._clock())
         kept = {run.spec.launch for run in self._ranks.all()}
         self._documents = {launch: found for launch, found in self._documents.items() if launch in kept}
+
+    def _tell_problem(self) -> None:
+        """Log once that the driver does not answer, and once that it does again."""
+        problem = self.problem
+        if problem is not None and not self._told_silent:
+            logger.warning("%s; nothing is placed on its GPUs until it answers", problem)
+        elif problem is None and self._told_silent and self._reading is None:
+            logger.info("the NVIDIA driver answers again")
+        else:
+            return
+        self._told_silent = problem is not None
+
+
+def _silent(reading: Reading, problem: str) -> Reading:
+    """Return a GPU as one that does not answer; the CPU, which no driver is asked about, stays as it was."""
+    if reading.revision == CPU_REVISION:
+        return reading
+    return replace(
+        reading,
+        memory_free=0,
+        utilization=None,
+        memory_utilization=None,
+        temperature=None,
+        clock=None,
+        problem=f"GPU {reading.index} does not answer: {problem}; nothing is placed on it until it does",
+    )
 
 
 async def fetch_document(url: str) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from flare.agent.arriving import Arrivals, Digest
 from flare.agent.authority import Authority
 from flare.agent.cache import Cache
+from flare.agent.driver import ask_driver
 from flare.agent.file_requests import worker_failure
 from flare.agent.gpus import Devices
 from flare.agent.handlers import Conversations
@@ -41,6 +42,7 @@ from flare_workers.pool import WorkerPool
 from flare_workers.ranges import Ranges
 from flare_workers.spawner import SpawnerHandle, start
 
+CLOSE_WITHIN = 2.0  # seconds for NVML to shut down, which takes milliseconds; the process ends anyway
 WILDCARDS = ("", "::", "0.0.0.0", "*")  # noqa: S104 - recognised here, not bound
 
 logger = logging.getLogger("flare.agent")
@@ -172,9 +174,7 @@ async def _node(
     cache = Cache(paths, settings.agent.cache_limit)
     cache.prepare()
     pool = WorkerPool(spawner)
-    devices = await asyncio.to_thread(Devices.open, identity.fingerprint)
-    if devices.problem is not None:
-        logger.warning("%s", devices.problem)
+    devices = Devices(identity.fingerprint)
     ranks = Ranks()
 
     def each_second() -> None:
@@ -185,6 +185,9 @@ async def _node(
     digest = digest_in(pool)
     arrivals = Arrivals(cache, digest)
     sampler = Sampler(devices, ranks, each_second=each_second)
+    await sampler.answered_readings()  # an agent whose driver hangs starts all the same
+    if devices.problem is not None:
+        logger.warning("%s", devices.problem)
     executable, executable_path = installed_executable()
     node = Node(
         identity=identity,
@@ -211,7 +214,9 @@ async def _node(
         await ranks.close()
         await pool.close()
         arrivals.close()
-        devices.close()
+        if not sampler.asking:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ask_driver(devices.close), CLOSE_WITHIN)
 
 
 def digest_in(pool: Pool) -> Digest:

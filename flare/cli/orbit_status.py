@@ -69,6 +69,9 @@ def _print(answers: Sequence[Answer[StatusReply]]) -> None:
     if devices:
         output.say()
         output.table(("node", "device", "name", "revision", "memory free", "held by"), devices)
+    for node, reply in replies:
+        for problem in dict.fromkeys(gpu.problem for gpu in reply.gpus if gpu.problem is not None):
+            output.warn(f"{node}: {problem}.")
     runs = collect_runs(answers)
     if runs:
         output.say()

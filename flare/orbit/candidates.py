@@ -41,7 +41,15 @@ def candidate(answer: Answer[StatusReply], core: Core) -> Node:
     return Node(
         name=answer.node.name,
         gpus=tuple(
-            Gpu(gpu.index, gpu.uuid, gpu.revision, gpu.memory_total, gpu.memory_free, gpu.group)
+            Gpu(
+                gpu.index,
+                gpu.uuid,
+                gpu.revision,
+                gpu.memory_total,
+                gpu.memory_free,
+                gpu.group,
+                gpu.problem,
+            )
             for gpu in status.gpus
         ),
         holds_complete=any(_rank_of(report) is None for report in held),

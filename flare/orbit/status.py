@@ -80,6 +80,7 @@ def _gpu(gpu: GpuReport) -> dict[str, Any]:
         "memory_total": gpu.memory_total,
         "memory_free": gpu.memory_free,
         "group": gpu.group,
+        "problem": gpu.problem,
     }
 
 

@@ -33,6 +33,8 @@ def device_refusal(needs: Needs, gpu: Gpu, needed: int) -> str | None:
         return f"{gpu.label} is {printable(gpu.revision)}, the core is for {needs.revision}"
     if gpu.group is not None:
         return f"{gpu.label} is held by the running group {printable(gpu.group)}"
+    if gpu.problem is not None:
+        return printable(gpu.problem)
     if gpu.memory_free < needed:
         missing = needed - gpu.memory_free
         return f"{gpu.label} has {gpu.memory_free:,} of {needed:,} bytes free: {missing:,} bytes are missing"

@@ -13,7 +13,10 @@ SINGLE_HOST = "single_host"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device as its node's STATUS reported it; bytes of memory, `group` the launch that has it."""
+    """One device as its node's STATUS reported it; bytes of memory, `group` the launch that has it.
+
+    `problem` is why it does not answer, a clause.
+    """
 
     index: int
     uuid: str
@@ -21,6 +24,7 @@ class Gpu:
     memory_total: int
     memory_free: int
     group: str | None = None
+    problem: str | None = None
 
     @property
     def label(self) -> str:

@@ -95,7 +95,9 @@ class Node:
 def new_node(
     new_agent: Callable[..., Agent], controller: Peer, stub: Path, tmp_path: Path
 ) -> Callable[..., Node]:
-    def make(*, within: float = 60.0, **settings: object) -> Node:
+    def make(
+        *, within: float = 60.0, extra: str = "", silent_from_the_start: bool = False, **settings: object
+    ) -> Node:
         environment = {
             "LD_LIBRARY_PATH": str(stub),
             "NVML_STUB_DEVICES": "2",
@@ -104,6 +106,9 @@ def new_node(
         }
         agent = new_agent(environment=environment)
         bound = f"    import flare.agent.device_memory as memory\n    memory.BACK_WITHIN = {within}\n"
+        bound += f"    {extra}\n"
+        if silent_from_the_start:
+            (tmp_path / "silent").touch()
         launcher = agent.launcher.read_text()
         agent.launcher.write_text(launcher.replace("else:\n", f"else:\n{bound}"))
         agent.start("--accept-first")
