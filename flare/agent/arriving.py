@@ -25,6 +25,7 @@ from flare.errors import (
     BusyError,
     ConflictError,
     CoreError,
+    FlareError,
     IntegrityError,
     RemoteProtocolError,
     TransferError,
@@ -38,6 +39,9 @@ QUIET_LIMIT = 600.0  # seconds without a stream: its controller has gone, and th
 # upload lie a connection and a handshake. An upload that was slower than that waits for the other one then.
 GIVEN_UP_AFTER = 10.0
 LOOK_INTERVAL = 0.25  # seconds between two looks whether uploads into a directory ended
+# A connection that broke inside a file's bytes carries no ERROR any more: its controller asks once more why.
+TOLD_FOR = 60.0  # seconds that the reason is kept for it
+MAX_TOLD = 256  # reasons that are kept; four uploads with 64 streams each that fail at once
 
 Digest = Callable[[int, str, int], Awaitable[bytes]]
 """digest(descriptor, name, size): put the file on the disk and return its SHA-256, in a worker."""
@@ -68,6 +72,7 @@ class _File:
         self.active: list[Ranges] = []  # what streams write now
         self.done = Ranges()
         self.failed = False
+        self.problem: FlareError | None = None  # why, where the reason lies here
         self.quiet_since = 0.0
         self.descriptor = os.open(
             path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -111,14 +116,19 @@ class Stream:
 
         Raises:
             IntegrityError: the content is not what the file's name says.
-            TransferError: another share failed, so that the file was removed.
+            TransferError: another share failed, so that the file was removed. Where its reason lies at this
+                node, the error has that reason's class.
             ConflictError, StorageError: it cannot be published.
         """
         await self._arrivals.release(self._place, self._file, self.ranges)
 
-    def fail(self) -> None:
-        """Say that the share did not come; the file goes when its last stream has ended."""
-        self._arrivals.drop(self._place, self._file, self.ranges)
+    def fail(self, problem: FlareError | None = None) -> None:
+        """Say that the share did not come; the file goes when its last stream has ended.
+
+        Args:
+            problem: why, where the reason lies at this node; its upload is told when it asks again.
+        """
+        self._arrivals.drop(self._place, self._file, self.ranges, problem)
 
 
 async def signed_by(place: Place, size: int, publisher: str) -> bool:
@@ -162,6 +172,7 @@ class Arrivals:
         self._digest = digest
         self.is_fetched: Callable[[Entry], bool] = lambda entry: False
         self._files: dict[Place, _File] = {}
+        self._failures: dict[tuple[Place, Hashable], tuple[float, FlareError]] = {}
         self._beginning = asyncio.Lock()
 
     async def begin(
@@ -186,7 +197,9 @@ class Arrivals:
             ConflictError: a file of that name has another size.
             BusyError: another stream writes some of these bytes, or somebody reads what is to be replaced.
             StorageError: there is no room.
+            FlareError: a share of this file by the same upload failed here a moment ago, and why.
         """
+        self._tell_failure(place, uploader)
         if place.entry is None and ranges != Ranges.whole(size):
             raise RemoteProtocolError(f"PUT of a {place.kind} takes the whole file, not ranges of it.")
         replacing = None
@@ -238,6 +251,8 @@ class Arrivals:
                 "node now. Run this one again when that is done."
             )
         if file.failed:
+            if file.problem is not None:
+                raise _given_up(place, file.problem)
             raise BusyError(f"{place.path} is being given up after a failure. Send it again in a moment.")
         if any(active.intersection(ranges).runs for active in file.active):
             raise BusyError(_uploaded_now(place))
@@ -281,7 +296,7 @@ class Arrivals:
         """End a stream that succeeded; see `Stream.finish`."""
         if file.failed:
             self.drop(place, file, ranges)
-            raise TransferError(f"Another stream of {place.path} failed, so that the file was given up.")
+            raise _given_up(place, file.problem)
         file.active.remove(ranges)
         file.done = file.done.union(ranges)
         if not file.complete:
@@ -329,9 +344,14 @@ class Arrivals:
                 "It was removed; check the source and send it again."
             )
 
-    def drop(self, place: Place, file: _File, ranges: Ranges) -> None:
+    def drop(self, place: Place, file: _File, ranges: Ranges, problem: FlareError | None = None) -> None:
         """End a stream that failed, or one of a file that is given up; the last one removes the file."""
         file.failed = True
+        if problem is not None:
+            file.problem = file.problem or problem
+            self._failures[place, file.uploader] = (time.monotonic(), file.problem)
+            while len(self._failures) > MAX_TOLD:
+                del self._failures[next(iter(self._failures))]
         file.active.remove(ranges)
         self._unpin(place, file)
         if not file.active and self._files.get(place) is file:
@@ -342,9 +362,16 @@ class Arrivals:
         file.quiet_since = time.monotonic()
         self._cache.unpin(place.path if place.entry is None else str(place.entry))
 
+    def _tell_failure(self, place: Place, uploader: Hashable) -> None:
+        """Raise why a share of this file by the same upload failed a moment ago."""
+        failed_at, problem = self._failures.get((place, uploader), (0.0, None))
+        if problem is not None and time.monotonic() - failed_at < TOLD_FOR:
+            raise type(problem)(problem.message)
+
     def forget_quiet(self) -> None:
-        """Remove files of which only parts came, and nobody has sent another for long."""
+        """Remove files of which only parts came, and nobody has sent another for long; and old reasons."""
         now = time.monotonic()
+        self._failures = {key: told for key, told in self._failures.items() if now - told[0] < TOLD_FOR}
         for place, file in tuple(self._files.items()):
             if not file.active and now - file.quiet_since >= QUIET_LIMIT:
                 del self._files[place]
@@ -355,6 +382,12 @@ class Arrivals:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _given_up(place: Place, problem: FlareError | None) -> FlareError:
+    if problem is None:
+        return TransferError(f"Another stream of {place.path} failed, so that the file was given up.")
+    return type(problem)(f"Another stream of {place.path} failed: {problem.message}")
 
 
 def _uploaded_now(place: Place) -> str:

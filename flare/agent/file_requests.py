@@ -282,8 +282,13 @@ async def put(node: Node, session: Session, request: Put) -> None:
             stall_timeout=node.settings.agent.stall_timeout,
         )
         result = await run_with(node, session, job, stream.descriptor)
-    except BaseException:
-        stream.fail()
+    except BaseException as problem:
+        stream.fail(_own_reason(problem) if request.upload is not None else None)
         raise
     await stream.finish()
     await session.send(PutDone(bytes=result.bytes_done))
+
+
+def _own_reason(problem: BaseException) -> FlareError | None:
+    """Return why the bytes could not be taken, unless it is the peer or the network that failed."""
+    return problem if isinstance(problem, StorageError | TransferError) else None

@@ -6,6 +6,7 @@ This process only asks and is answered; the bytes are read, sealed and sent by w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import secrets
@@ -30,17 +31,19 @@ from flare.session import Session
 from flare.settings import Settings
 from flare.wire.messages import Have, Put, PutDone
 from flare_workers.blocks import BLOCK_SIZE
-from flare_workers.jobs import CORRUPT, STORAGE, Send, WorkerError
+from flare_workers.jobs import CLOSED, CORRUPT, STORAGE, Send, WorkerError
 from flare_workers.pool import WorkerPool
 from flare_workers.ranges import Ranges
 from flare_workers.spawner import SpawnerHandle
 
 SMALLEST_SHARE = 16 * 1024 * 1024  # bytes; below that another connection costs more than it brings
+WHY_TIMEOUT = 10.0  # seconds to ask a node why it ended a connection; it answers at once or never
 PUT_TIMEOUT = 300.0  # seconds for the node to make room, and again to put the bytes on its disk
 WAIT = 1.0  # seconds, on average, between two questions whether another command's upload has ended
 AGAIN = (
     "Run the command again: files that arrived whole are not sent again, one that was cut off starts over."
 )
+KEPT = "Files that arrived whole are not sent again."
 MAX_ROUNDS = 4  # of sending what is missing; each beyond the first takes another command that was killed
 
 
@@ -106,7 +109,7 @@ async def upload_files(
 
     Raises:
         ConfigError: this host's settings are wrong.
-        StorageError: a file cannot be read here, or the node has no room.
+        StorageError: a file cannot be read here, or the node has no room, or its disk is full.
         TransferError: a connection failed. Files that had arrived whole stay at the node and are not sent
             again; of others nothing stays.
     """
@@ -214,7 +217,8 @@ class _Sender:
                     await self.hand_over(session)
                 await session.receive(PutDone, timeout=PUT_TIMEOUT)
             except UnreachableError as problem:
-                raise UnreachableError(f"{self.label} failed: {problem.message} {AGAIN}") from None
+                lost = UnreachableError(f"{self.label} failed: {problem.message} {AGAIN}")
+                raise await self.node_reason() or lost from None
             self.progress(self.share.total)
             sending.moved += self.share.total
 
@@ -223,12 +227,16 @@ class _Sender:
         """What a failure begins with."""
         return f"Sending {self.file.path.name} to {self.sending.node.name}"
 
+    @property
+    def request(self) -> Put:
+        """What announces the share."""
+        file = self.file
+        return Put(file.kind, file.name, file.size, tuple(self.share), file.publisher, self.sending.upload)
+
     async def ask(self, session: Session) -> bool:
         """Ask whether the node wants the bytes, until nobody else brings them; False: it has them."""
-        file = self.file
-        request = Put(file.kind, file.name, file.size, tuple(self.share), file.publisher, self.sending.upload)
         while True:
-            reply = await session.request(request, timeout=PUT_TIMEOUT)
+            reply = await session.request(self.request, timeout=PUT_TIMEOUT)
             if not reply.arriving:
                 return not reply.already
             await self.sending.let_other_finish()
@@ -255,7 +263,7 @@ class _Sender:
             session.abort("its upload failed")
             sock.close()
             if isinstance(problem, WorkerError):
-                raise self.explain(problem) from None
+                raise await self.explain(problem) from None
             raise
         finally:
             os.close(descriptor)
@@ -272,7 +280,25 @@ class _Sender:
         self.sending.bar.advance(max(0, done - self.done))
         self.done = max(done, self.done)
 
-    def explain(self, problem: WorkerError) -> FlareError:
+    async def explain(self, problem: WorkerError) -> FlareError:
+        if problem.code == CLOSED and (reason := await self.node_reason()) is not None:
+            return reason
         kind = {STORAGE: StorageError, CORRUPT: IntegrityError}.get(problem.code, TransferError)
         again = f" {AGAIN}" if kind is TransferError else ""
         return kind(f"{self.label} failed: {sentence(problem.message)}{again}")
+
+    async def node_reason(self) -> FlareError | None:
+        """Ask the node why it ended the connection inside the file's bytes; None where it does not know.
+
+        It could not say so there: nothing is sent on a session that a worker left inside a frame.
+        """
+        sending = self.sending
+        with contextlib.suppress(FlareError, TimeoutError):
+            async with asyncio.timeout(WHY_TIMEOUT), sending.client.session(sending.node) as session:
+                try:
+                    await session.request(self.request)
+                except (StorageError, TransferError) as reason:
+                    told = sentence(reason.message.removeprefix(f"{session.peer_name}: "))
+                    again = KEPT if isinstance(reason, StorageError) else AGAIN
+                    return type(reason)(f"{self.label} failed: {told} {again}")
+        return None

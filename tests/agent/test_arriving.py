@@ -60,6 +60,50 @@ def test_one_failed_share_gives_the_file_up(cache: Cache) -> None:
     drive(scenario())
 
 
+def test_an_upload_that_asks_again_hears_why_it_failed(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        place = cache.place("core", f"{ENTRY}/core.safetensors")
+        halves = [Ranges.of(((start, 50),)) for start in (0, 50)]
+        first, second = [await arrivals.begin(place, 100, half, None, "an upload") for half in halves]
+        assert first is not None
+        assert second is not None
+        first.fail(StorageError("the filesystem is full"))
+        with pytest.raises(StorageError, match=r"^the filesystem is full$"):
+            await arrivals.begin(place, 100, halves[0], None, "an upload")
+        with pytest.raises(StorageError, match=r"Another stream of core\.safetensors failed: the filesystem"):
+            await second.finish()
+        with pytest.raises(StorageError, match=r"^the filesystem is full$"):
+            await arrivals.begin(place, 100, halves[0], None, "an upload")
+        assert left(cache) == 0
+        # Another upload, another file, and a moment later: nothing of it is left.
+        another = await arrivals.begin(place, 100, halves[0], None, "another upload")
+        assert another is not None
+        another.fail()
+        monkeypatch.setattr(arriving, "TOLD_FOR", 0.0)
+        assert await arrivals.begin(place, 100, halves[0], None, "an upload") is not None
+        arrivals.forget_quiet()
+        assert arrivals._failures == {}
+        arrivals.close()
+
+    drive(scenario())
+
+
+def test_reasons_are_bounded(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "MAX_TOLD", 3)
+
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        place = cache.place("core", f"{ENTRY}/core.safetensors")
+        for number in range(5):
+            stream = await arrivals.begin(place, 100, Ranges.whole(100), None, number)
+            assert stream is not None
+            stream.fail(StorageError("full"))
+        assert [uploader for _, uploader in arrivals._failures] == [2, 3, 4]
+
+    drive(scenario())
+
+
 def test_who_uploads_at_the_same_time_hears_what_to_do(cache: Cache) -> None:
     async def scenario() -> None:
         arrivals = arrivals_of(cache)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flare.cores.reference import LocalReference
-from flare.errors import TransferError, UnreachableError
+from flare.errors import StorageError, TransferError, UnreachableError
 from flare.orbit import upload
 from flare.orbit.client import Client
 from flare.orbit.controller import Controller
@@ -180,6 +182,47 @@ def test_a_failed_upload_says_what_the_next_one_sends(tmp_path: Path, spawner: S
                 ), failed.value.message
 
     asyncio.run(scenario())
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_nodes_disk_that_fills_up_is_the_reason(
+    orbit: Lab, tmp_path: Path, spawner: SpawnerHandle, monkeypatch: pytest.MonkeyPatch, streams: int
+) -> None:
+    """The node cannot say so on the connection that it ended: the controller asks once more."""
+    cache = orbit.folder / "maxwell/.cache"
+    cache.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=330m,mode=0700", "tmpfs", cache], check=True)
+    filler = cache / "somebody-elses"
+    hand_over = upload._Sender.hand_over
+
+    async def take_the_room(sender: upload._Sender, session: Session) -> None:
+        if not filler.exists():  # the node wants 256 MiB to stay free, and had 40 more when it said yes
+            with filler.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, 325 * MIB)
+        await hand_over(sender, session)
+
+    monkeypatch.setattr(upload._Sender, "hand_over", take_the_room)
+    try:
+        orbit.paired("maxwell")
+        client, node, _ = controller_of(orbit)
+        files = core_uploads(core_of(tmp_path / "made"))
+        weights = next(file for file in files if file.name.endswith("weights"))
+        with pytest.raises(StorageError) as failed:
+            asyncio.run(upload_files(client, node, [weights], spawner, streams=streams))
+        assert re.fullmatch(
+            r"(Sending weights to maxwell failed: |maxwell \(\S+\): Another stream of model/weights failed: )"
+            r"cannot write model/weights: the filesystem is full; \d+ bytes of this stream are missing and "
+            r"the filesystem has \d+ bytes free\. Make room for \d+ more and try again\."
+            r"( Files that arrived whole are not sent again\.)?",
+            failed.value.message,
+        ), failed.value.message
+        filler.unlink()
+        monkeypatch.setattr(upload._Sender, "hand_over", hand_over)
+        assert asyncio.run(upload_files(client, node, files, spawner, streams=streams)) > weights.size
+    finally:
+        orbit.end("maxwell")
+        subprocess.run(["umount", "-l", cache], check=True)
 
 
 def test_the_controllers_own_stall_timeout_holds(tmp_path: Path, spawner: SpawnerHandle) -> None:
