@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flare.errors import FlareError, RankError
-from flare.orbit.client import WATCHED_TIMEOUT, Client
-from flare.orbit.follow import describe_end, follow, raise_for_failures
+from flare.orbit.client import Client
+from flare.orbit.first_end import check_started, end_with_the_first
+from flare.orbit.follow import follow, raise_for_failures
 from flare.orbit.launch import Group, Plan, launch
-from flare.orbit.stopping import PEER_GRACE, stop_group
-from flare.wire.messages import Status
+from flare.orbit.stopping import stop_group
 from flare_workers.spawner import SpawnerHandle
-
-START_SECONDS = 2.0  # how long --detach looks whether rank zero fails at once
-START_POLL = 0.1  # seconds between looks
-FIRST_PHASE = "resolving"  # rank zero opens the core and binds its HTTP port in it
-FAILED = "failed"  # as a phase and as a state
 
 
 class OperatorLeftError(Exception):
@@ -33,7 +26,7 @@ async def run_attended(client: Client, plan: Plan, spawner: SpawnerHandle | None
     Ctrl-C while it is launched takes the launch back; later it stops the group; a second one leaves at once.
 
     Args:
-        detach: return once the ranks run and rank zero did not fail at once.
+        detach: return once the ranks run and none of them failed at once.
 
     Returns:
         The group as it was started.
@@ -87,40 +80,6 @@ async def _launched(
             task.cancel()
 
 
-async def check_started(client: Client, group: Group) -> None:
-    """Look for a moment whether rank zero fails at once, as it does when its HTTP port is taken.
-
-    Returns when it has gone on to work on the core, or START_SECONDS after it began.
-
-    Raises:
-        RankError: it failed; has its reason.
-    """
-    deadline = time.monotonic() + START_SECONDS
-    zero = group.streams[0]
-    while True:
-        try:
-            _, status = await client.ask(zero.node, Status(), connect_timeout=WATCHED_TIMEOUT)
-        except FlareError:
-            return  # it runs; `flare orbit ls` tells more when its node answers again
-        report = next(
-            (each for each in status.groups if each.launch == group.launch and each.rank == zero.rank), None
-        )
-        over = time.monotonic() >= deadline
-        if report is None:
-            return
-        if report.state == FAILED or (report.phase == FAILED and over):
-            end = describe_end(report.status, report.signal, report.reason, report.remark)
-            end = end or f"failed: {report.reason}"
-            raise RankError(
-                f"The group {group.name} ended as soon as it was started: rank {zero.rank} on "
-                f"{zero.node.name} {end}\n`flare orbit attach {group.name}` shows its output; "
-                f"`flare orbit rm {group.name}` clears it."
-            )
-        if over or report.phase not in (None, FIRST_PHASE, FAILED):
-            return
-        await asyncio.sleep(START_POLL)
-
-
 def report_started(client: Client, plan: Plan, group: Group) -> None:
     """Say where the group will serve, that it is not ready yet, and what to do next."""
     reporter = client.controller.reporter
@@ -150,11 +109,12 @@ async def follow_group(client: Client, group: Group, first: asyncio.Event, secon
     following: asyncio.Task[Any] = asyncio.create_task(follow(group.streams, reporter))
     waiting: asyncio.Task[Any] = asyncio.create_task(first.wait())
     leaving: asyncio.Task[Any] = asyncio.create_task(second.wait())
-    tidying: asyncio.Task[Any] = asyncio.create_task(_stop_left_behind(client, group))
+    tidying: asyncio.Task[Any] = asyncio.create_task(end_with_the_first(client, group))
     tasks = [following, waiting, leaving, tidying]
     try:
         await asyncio.wait({following, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not following.done():
+            tidying.cancel()  # who stops a group looks after its peers as well
             reporter.note(
                 f"Stopping {group.name}: running requests are finished first. Ctrl-C again leaves at once."
             )
@@ -173,24 +133,6 @@ async def follow_group(client: Client, group: Group, first: asyncio.Event, secon
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     raise_for_failures(group.streams, group.name)
-
-
-async def _stop_left_behind(client: Client, group: Group) -> None:
-    """Once rank zero ended the group is over: peers that do not notice in time are told to stop."""
-    zero = group.streams[0]
-    await zero.ended.wait()
-    if zero.lost is not None:
-        return
-    await asyncio.sleep(PEER_GRACE)
-    left = [(stream.rank, stream.node) for stream in group.streams if not stream.ended.is_set()]
-    if left:
-        client.controller.reporter.note(
-            f"Rank zero of {group.name} ended {PEER_GRACE:.0f} s ago: stopping its peers."
-        )
-        try:
-            await stop_group(client, group.name, group.launch, left, announce=False)
-        except FlareError as problem:
-            client.controller.reporter.warn(problem.message)
 
 
 def _tell_what_remains(client: Client, group: Group) -> None:

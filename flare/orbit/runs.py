@@ -104,6 +104,12 @@ class Run:
         }
 
 
+def report_of(launch: str, rank: int, answer: Answer[StatusReply]) -> GroupReport | None:
+    """Return what a node says of one rank; None when it does not answer, or does not know it any more."""
+    groups = answer.reply.groups if answer.reply is not None else ()
+    return next((group for group in groups if (group.launch, group.rank) == (launch, rank)), None)
+
+
 def collect_runs(answers: Sequence[Answer[StatusReply]]) -> list[Run]:
     """Put the nodes' reports together, oldest launch first."""
     found: dict[str, list[RankRun]] = {}

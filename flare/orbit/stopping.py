@@ -12,7 +12,7 @@ from flare.errors import FlareError, NotFoundError, UnreachableError
 from flare.orbit.client import Answer, Client
 from flare.orbit.follow import describe_exit
 from flare.orbit.orbit_records import NodeEntry
-from flare.orbit.runs import RUNNING
+from flare.orbit.runs import RUNNING, report_of
 from flare.session import Session
 from flare.wire.messages import Exit, Status, StatusReply, Stop
 
@@ -167,18 +167,15 @@ class _Stopper:
         """What the peer does now; None when it has left, empty when it does not say."""
         if answer.reply is None:
             return UNKNOWN
-        for group in answer.reply.groups:
-            if group.launch == self.launch and group.rank == rank and group.state == RUNNING:
-                return group.phase or ""
-        return None
+        report = report_of(self.launch, rank, answer)
+        return (report.phase or "") if report is not None and report.state == RUNNING else None
 
     def _end_of(self, rank: int, answer: Answer[StatusReply]) -> Exit | None:
         """How a peer ended that left by itself, as far as its node still knows."""
-        for group in answer.reply.groups if answer.reply is not None else ():
-            known = (group.status is None) != (group.signal is None)
-            if group.launch == self.launch and group.rank == rank and known:
-                return Exit(group.status, group.signal, group.reason, group.remark)
-        return None
+        report = report_of(self.launch, rank, answer)
+        if report is None or (report.status is None) == (report.signal is None):
+            return None
+        return Exit(report.status, report.signal, report.reason, report.remark)
 
     async def left_behind(
         self, peers: list[tuple[int, NodeEntry]], grace: float

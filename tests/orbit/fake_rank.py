@@ -1,7 +1,8 @@
 """Stands where `flare run` would, in tests of the controller: a process that says lines and leaves as a rank
 does.
 
-`--served-name` says how it behaves: `exit-3-at-1` (rank 1 ends with status 3), `slow` (drains for a minute),
+`--served-name` says how it behaves: `exit-3-at-1` (rank 1 ends with status 3), `unmet-3-at-1` (the
+same before it says a phase; the others wait for it), `slow` (drains for a minute),
 `taken` (rank zero finds its HTTP port taken), `stay` (peers do not leave with rank zero), anything else
 serves.
 """
@@ -44,12 +45,21 @@ def main(folder: Path) -> None:
     signal.signal(signal.SIGTERM, drain)
     if rank == 0:
         zero.write_text(str(os.getpid()))
+    if behaviour.startswith("unmet-"):
+        _, code, _, where = behaviour.split("-")
+        if int(where) == rank:
+            print("flare: error: config.toml has no such key.", file=sys.stderr, flush=True)
+            end(int(code))
     print(f"rank {rank} says hello from {' '.join(sys.argv[1:])}", flush=True)
     status.write(json.dumps({"phase": "resolving"}) + "\n")
     if behaviour == "taken" and rank == 0:
         time.sleep(0.3)
         status.write(json.dumps({"phase": "failed", "reason": "port 8123 is taken"}) + "\n")
         end(9)
+    if behaviour.startswith("unmet-"):
+        status.write(json.dumps({"phase": "rendezvous", "reason": "waiting"}) + "\n")
+        while True:
+            time.sleep(0.05)
     status.write(json.dumps({"phase": "loading"}) + "\n")
     if behaviour.startswith("exit-"):
         _, code, _, where = behaviour.split("-")

@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -352,6 +353,31 @@ def test_detach_tells_of_a_rank_zero_that_fails_at_once(orbit: Lab, tmp_path: Pa
     assert "ended as soon as it was started: rank 0 on maxwell failed with status 9" in outcome.err
     assert "port 8123 is taken" in outcome.err
     assert "Started" not in outcome.out
+
+
+@pytest.mark.parametrize("followed", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ends_before_the_ranks_meet_ends_its_group(
+    orbit: Lab, tmp_path: Path, rank: int, followed: bool
+) -> None:
+    orbit.paired("maxwell", "hertz")
+    core = make_core(tmp_path / "core")
+    words = ["orbit", "run", str(core), "--nodes", "maxwell,hertz", "--served-name", f"unmet-3-at-{rank}"]
+    began = time.monotonic()
+    outcome = orbit.flare(*words, *([] if followed else ["--detach"]), *TRUST)
+    assert time.monotonic() - began < 20  # seconds of a busy machine; unstopped ranks would wait for ever
+    assert outcome.code == 15
+    node, other = ("maxwell", "hertz") if rank == 0 else ("hertz", "maxwell")
+    assert f"rank {rank} on {node} failed with status 3: config.toml has no such key." in outcome.err
+    if followed:
+        told = f"rank {1 - rank} on {other} will not meet rank {rank} on {node}: stopping."
+        assert told in outcome.err
+    else:
+        assert "ended as soon as it was started: rank" in outcome.err
+        assert "Started" not in outcome.out
+    listed = orbit.flare("orbit", "ls").out
+    assert f"rank {rank} on {node} failed with status 3: config.toml has no such key." in listed
+    assert orbit.flare("orbit", "rm", "tiny").code == 0
 
 
 def test_a_build_of_the_operators_own_runs_on_every_node(orbit: Lab, tmp_path: Path) -> None:
