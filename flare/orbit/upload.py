@@ -10,7 +10,8 @@ import contextlib
 import os
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,6 +116,7 @@ async def upload_files(
     """
     stall_timeout = Settings.load(client.controller.paths).agent.stall_timeout
     pool = WorkerPool(spawner)
+    sending: _Sending | None = None
     try:
         with client.controller.reporter.progress() as add:
             bar = add(f"upload to {node.name}", sum(file.size for file in files))
@@ -133,6 +135,8 @@ async def upload_files(
     except* FlareError as problems:
         raise _first(problems) from None
     finally:
+        if sending is not None:
+            await sending.close()
         await pool.close()
 
 
@@ -161,6 +165,7 @@ class _Sending:
         waited: another command's upload was in the way of at least one stream.
         upload: tells the node whose these streams are.
         stall_timeout: seconds without a byte before a stream fails.
+        idle: sessions that wait for the next share: of many small files each would cost a handshake.
     """
 
     client: Client
@@ -173,6 +178,7 @@ class _Sending:
     waited: bool = False
     told: bool = False
     upload: str = field(default_factory=lambda: secrets.token_hex(16))
+    idle: list[Session] = field(default_factory=list)
 
     async def send(self, files: Sequence[Upload], streams: int) -> None:
         """Send files, companions first."""
@@ -184,6 +190,23 @@ class _Sending:
                         for number, share in enumerate(shares, 1):
                             place = f"{number}/{len(shares)}"
                             group.create_task(_Sender(self, file, share, place).run())
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """Yield a session that another share has done with, or a new one; keep it if all went well."""
+        session = self.idle.pop() if self.idle else await self.client.open(self.node)
+        try:
+            yield session
+        except BaseException:
+            await session.close()
+            raise
+        self.idle.append(session)
+
+    async def close(self) -> None:
+        """Close what is kept."""
+        for session in self.idle:
+            await session.close()
+        self.idle.clear()
 
     async def let_other_finish(self) -> None:
         """Say once that somebody else is at it, and wait a moment."""
@@ -206,7 +229,7 @@ class _Sender:
 
     async def run(self) -> None:
         sending = self.sending
-        async with sending.gate, sending.client.session(sending.node) as session:
+        async with sending.gate, sending.session() as session:
             if not await self.ask(session):
                 self.progress(self.share.total)
                 return

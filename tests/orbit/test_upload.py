@@ -286,6 +286,28 @@ def titles() -> set[str]:
     return found
 
 
+def test_many_small_files_share_few_connections(tmp_path: Path, spawner: SpawnerHandle) -> None:
+    files = {f"model/{number}.txt": b"x" * number for number in range(20)}
+    core = resolve_local(LocalReference(str(write_core(tmp_path / "made", files))))
+    sessions: set[Session] = set()
+
+    async def take(session: Session, request: object) -> None:
+        assert isinstance(request, Put)
+        sessions.add(session)
+        await session.send(PutReply())
+        await session.receive_data(MIB)
+        await session.send(PutDone(request.size))
+
+    async def scenario() -> None:
+        async with fake_node({Put: take}) as node:
+            client, _ = client_of(tmp_path, [node])
+            uploads = core_uploads(core)
+            assert await upload_files(client, node, uploads, spawner, streams=3) == core.stored_bytes
+            assert len(sessions) <= 3
+
+    asyncio.run(scenario())
+
+
 def test_an_upload_does_not_go_on_for_ever(tmp_path: Path, spawner: SpawnerHandle) -> None:
     core = core_of(tmp_path / "made")
     answers = [PutReply(arriving=True), PutReply(already=True)] * 20
