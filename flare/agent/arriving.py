@@ -96,6 +96,11 @@ class _File:
         self._held.close()
         self.path.unlink(missing_ok=True)
 
+    async def remove(self) -> None:
+        """Close and remove, where the disk may take long or be what failed: nobody else waits for it."""
+        self._held.close()
+        await in_thread(self.path.unlink, missing_ok=True)
+
 
 class Stream:
     """One peer's share of a file. Ends with exactly one of `finish` and `fail`."""
@@ -122,13 +127,13 @@ class Stream:
         """
         await self._arrivals.release(self._place, self._file, self.ranges)
 
-    def fail(self, problem: FlareError | None = None) -> None:
+    async def fail(self, problem: FlareError | None = None) -> None:
         """Say that the share did not come; the file goes when its last stream has ended.
 
         Args:
             problem: why, where the reason lies at this node; its upload is told when it asks again.
         """
-        self._arrivals.drop(self._place, self._file, self.ranges, problem)
+        await self._arrivals.drop(self._place, self._file, self.ranges, problem)
 
 
 async def signed_by(place: Place, size: int, publisher: str) -> bool:
@@ -253,7 +258,7 @@ class Arrivals:
         if file.failed:
             if file.problem is not None:
                 raise _given_up(place, file.problem)
-            raise BusyError(f"{place.path} is being given up after a failure. Send it again in a moment.")
+            raise BusyError(_removed_now(place))
         if any(active.intersection(ranges).runs for active in file.active):
             raise BusyError(_uploaded_now(place))
         # Bytes that came before and come again, from a controller that starts over, are not there meanwhile.
@@ -272,6 +277,8 @@ class Arrivals:
             BroughtByOtherError: it is.
         """
         file = self._files.get(place)
+        if file is not None and file.failed and not file.active:
+            raise BusyError(_removed_now(place))
         if file is not None and file.uploader == uploader:
             return  # a transfer into the directory waits for it
         if file is not None and file.moves:
@@ -295,7 +302,7 @@ class Arrivals:
     async def release(self, place: Place, file: _File, ranges: Ranges) -> None:
         """End a stream that succeeded; see `Stream.finish`."""
         if file.failed:
-            self.drop(place, file, ranges)
+            await self.drop(place, file, ranges)
             raise _given_up(place, file.problem)
         file.active.remove(ranges)
         file.done = file.done.union(ranges)
@@ -317,7 +324,7 @@ class Arrivals:
         finally:
             self._unpin(place, file)
             del self._files[place]
-            file.close()
+            await file.remove()
 
     async def _replace(self, place: Place, file: _File, publisher: str) -> None:
         """Put a primary in the place of another publisher's over the same index, or of a damaged one."""
@@ -344,7 +351,9 @@ class Arrivals:
                 "It was removed; check the source and send it again."
             )
 
-    def drop(self, place: Place, file: _File, ranges: Ranges, problem: FlareError | None = None) -> None:
+    async def drop(
+        self, place: Place, file: _File, ranges: Ranges, problem: FlareError | None = None
+    ) -> None:
         """End a stream that failed, or one of a file that is given up; the last one removes the file."""
         file.failed = True
         if problem is not None:
@@ -355,8 +364,10 @@ class Arrivals:
         file.active.remove(ranges)
         self._unpin(place, file)
         if not file.active and self._files.get(place) is file:
-            del self._files[place]
-            file.close()
+            try:
+                await file.remove()
+            finally:
+                del self._files[place]
 
     def _unpin(self, place: Place, file: _File) -> None:
         file.quiet_since = time.monotonic()
@@ -373,7 +384,7 @@ class Arrivals:
         now = time.monotonic()
         self._failures = {key: told for key, told in self._failures.items() if now - told[0] < TOLD_FOR}
         for place, file in tuple(self._files.items()):
-            if not file.active and now - file.quiet_since >= QUIET_LIMIT:
+            if not file.active and not file.failed and now - file.quiet_since >= QUIET_LIMIT:
                 del self._files[place]
                 file.close()
 
@@ -388,6 +399,10 @@ def _given_up(place: Place, problem: FlareError | None) -> FlareError:
     if problem is None:
         return TransferError(f"Another stream of {place.path} failed, so that the file was given up.")
     return type(problem)(f"Another stream of {place.path} failed: {problem.message}")
+
+
+def _removed_now(place: Place) -> str:
+    return f"{place.path} is being given up after a failure. Send it again in a moment."
 
 
 def _uploaded_now(place: Place) -> str:

@@ -283,7 +283,7 @@ async def put(node: Node, session: Session, request: Put) -> None:
         )
         result = await run_with(node, session, job, stream.descriptor)
     except BaseException as problem:
-        stream.fail(_own_reason(problem) if request.upload is not None else None)
+        await stream.fail(_own_reason(problem) if request.upload is not None else None)
         raise
     await stream.finish()
     await session.send(PutDone(bytes=result.bytes_done))

@@ -39,6 +39,9 @@ class Pool(Protocol):
     def usable(self) -> bool:
         """Whether there are workers, or can be."""
 
+    def still_writes(self, descriptor: int) -> bool:
+        """Tell whether a worker that could not be killed may still complete a write to this file."""
+
     def run(
         self,
         job: Job,

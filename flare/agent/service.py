@@ -182,7 +182,7 @@ async def _node(
         pairing.forget_used_code()
         arrivals.forget_quiet()
 
-    digest = digest_in(pool)
+    digest = digest_in(pool, settings.agent.stall_timeout)
     arrivals = Arrivals(cache, digest)
     sampler = Sampler(devices, ranks, each_second=each_second)
     await sampler.answered_readings()  # an agent whose driver hangs starts all the same
@@ -219,8 +219,12 @@ async def _node(
                 await asyncio.wait_for(ask_driver(devices.close), CLOSE_WITHIN)
 
 
-def digest_in(pool: Pool) -> Digest:
-    """Return what digests a file in a worker, and says what a worker's failure means to whoever waits."""
+def digest_in(pool: Pool, stall_timeout: float) -> Digest:
+    """Return what digests a file in a worker, and says what a worker's failure means to whoever waits.
+
+    Args:
+        stall_timeout: seconds without a byte read that are a failure.
+    """
 
     async def digest(descriptor: int, file: str, size: int) -> bytes:
         job = Hash(
@@ -230,6 +234,7 @@ def digest_in(pool: Pool) -> Digest:
             size=size,
             whole=True,
             sync=True,
+            stall_timeout=stall_timeout,
             drop_cache=True,
         )
         try:

@@ -46,7 +46,7 @@ def test_one_failed_share_gives_the_file_up(cache: Cache) -> None:
         second = await arrivals.begin(place, 100, Ranges.of(((50, 50),)))
         assert first is not None
         assert second is not None
-        first.fail()
+        await first.fail()
         assert left(cache) == 1  # the other one still writes
         with pytest.raises(BusyError, match="is being given up"):
             await arrivals.begin(place, 100, Ranges.of(((0, 50),)))
@@ -68,7 +68,7 @@ def test_an_upload_that_asks_again_hears_why_it_failed(cache: Cache, monkeypatch
         first, second = [await arrivals.begin(place, 100, half, None, "an upload") for half in halves]
         assert first is not None
         assert second is not None
-        first.fail(StorageError("the filesystem is full"))
+        await first.fail(StorageError("the filesystem is full"))
         with pytest.raises(StorageError, match=r"^the filesystem is full$"):
             await arrivals.begin(place, 100, halves[0], None, "an upload")
         with pytest.raises(StorageError, match=r"Another stream of core\.safetensors failed: the filesystem"):
@@ -79,7 +79,7 @@ def test_an_upload_that_asks_again_hears_why_it_failed(cache: Cache, monkeypatch
         # Another upload, another file, and a moment later: nothing of it is left.
         another = await arrivals.begin(place, 100, halves[0], None, "another upload")
         assert another is not None
-        another.fail()
+        await another.fail()
         monkeypatch.setattr(arriving, "TOLD_FOR", 0.0)
         assert await arrivals.begin(place, 100, halves[0], None, "an upload") is not None
         arrivals.forget_quiet()
@@ -98,7 +98,7 @@ def test_reasons_are_bounded(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> N
         for number in range(5):
             stream = await arrivals.begin(place, 100, Ranges.whole(100), None, number)
             assert stream is not None
-            stream.fail(StorageError("full"))
+            await stream.fail(StorageError("full"))
         assert [uploader for _, uploader in arrivals._failures] == [2, 3, 4]
 
     drive(scenario())
@@ -146,7 +146,7 @@ def test_another_upload_cannot_harm_the_first_one(cache: Cache, monkeypatch: pyt
         other = cache.place("core", f"{ENTRY}/model/a")
         half = await arrivals.begin(other, 100, one, uploader="first")
         assert half is not None
-        half.fail()
+        await half.fail()
         half = await arrivals.begin(other, 100, one, uploader="second")
         assert half is not None
         await half.finish()
@@ -206,7 +206,7 @@ def test_a_file_counts_once_from_its_first_share_on(tmp_path: Path) -> None:
         failing = await arrivals.begin(second, 2 * mib, Ranges.whole(2 * mib))
         assert failing is not None
         assert cache.room.available(await cache.room.usage()) == 0  # its directory is in use now
-        failing.fail()
+        await failing.fail()
         assert cache.room.available(await cache.room.usage()) == 10 * mib
         with pytest.raises(StorageError):
             await arrivals.begin(second, 1 << 62, Ranges.whole(1 << 62))

@@ -119,11 +119,14 @@ def test_a_worker_that_fails_to_digest_is_no_fault_of_the_agent(code: str, error
     class Failing:
         usable = True
 
+        def still_writes(self, descriptor: int) -> bool:
+            return False
+
         async def run(self, *_: object, **__: object) -> Result:
             raise WorkerError(code, "the disk is gone")
 
     async def work() -> None:
         with pytest.raises(error, match="the disk is gone"):
-            await digest_in(Failing())(0, "x", 1)
+            await digest_in(Failing(), 1.0)(0, "x", 1)
 
     asyncio.run(work())

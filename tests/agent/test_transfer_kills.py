@@ -16,7 +16,7 @@ from tests.agent.transfer_world import MIB, Gate, Push, fabric_of, nothing_left,
 from tests.agent.world import Agent, Peer, descendants_of, drive
 from tests.cores.making import write_core, write_packed_core
 
-SIZE = 48 * MIB
+SIZE = 96 * MIB  # more than sockets hold: who is killed has something to send
 
 
 def workers(agent: Agent, title: str) -> list[int]:

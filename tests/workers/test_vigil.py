@@ -84,7 +84,7 @@ def test_a_stopped_worker_fails_its_job_and_is_gone(kind: str, target: int, quic
         assert workers.reports() == ()
         assert right is not None
         assert right.fileno() == -1
-        assert not workers.still_uses(target)
+        assert not workers.still_writes(target)
         for each in lefts:
             assert await parts.read_all(each, 1) == b"", "the peer hears the end"
             each.close()
@@ -160,12 +160,12 @@ def test_a_worker_that_cannot_be_killed_holds_nobody(
                 await asyncio.wait_for(task, 20)
             assert caught.value.code == "stalled"
         assert parts.is_alive(pid)
-        assert workers.still_uses(target)
+        assert workers.still_writes(target)
         again = os.open(tmp_path / "target", os.O_RDONLY)
-        assert workers.still_uses(again), "however it was opened"
+        assert workers.still_writes(again), "however it was opened"
         os.close(again)
         other = parts.write_file(tmp_path / "other", b"x")
-        assert not workers.still_uses(other)
+        assert not workers.still_writes(other)
         # The slot is not given to another before it is dead.
         waits = asyncio.ensure_future(
             workers.run(Hash(title="x", name="x", ranges=((0, 1),), size=1, whole=True), files=[other])
@@ -175,7 +175,7 @@ def test_a_worker_that_cannot_be_killed_holds_nobody(
         really_kill(pid, signal.SIGKILL)
         assert (await waits).bytes_done == 1
         os.close(other)
-        assert not workers.still_uses(target)
+        assert not workers.still_writes(target)
         lefts[0].close()
 
     parts.with_pool(work, slots=1)

@@ -58,7 +58,7 @@ class Worker:
         control: Our end of its socketpair, non-blocking.
         death: Its wait status once it is dead; None when the spawner ended and took it along.
         busy: Taken, and neither put back nor buried. Its slot is not used again before that.
-        holds: The files that it may still be in a call on, although it was killed.
+        holds: The files that it may still write to, although it was killed; None of one that was not.
     """
 
     index: int
@@ -68,7 +68,7 @@ class Worker:
     death: asyncio.Future[int | None]
     busy: bool = False
     idle_since: float = 0.0
-    holds: frozenset[Identity] = frozenset()
+    holds: frozenset[Identity] | None = None
 
 
 class Crew:
@@ -172,7 +172,7 @@ class Crew:
         """Kill a busy worker and wait for its end, but not for ever.
 
         Args:
-            files: What it works on. A system call on a disk that does not answer outlasts a kill.
+            files: What it writes to. A system call on a disk that does not answer outlasts a kill.
 
         Returns:
             Whether it is dead. Its slot is free then; else it will be when it ends.
@@ -198,15 +198,15 @@ class Crew:
                 os.kill(worker.pid, signal.SIGKILL)
 
     def files_in_use(self) -> set[Identity]:
-        """The files of workers that could not be killed."""
-        return {each for worker in self._workers.values() for each in worker.holds}
+        """The files that workers write to that could not be killed."""
+        return {each for worker in self._workers.values() for each in worker.holds or ()}
 
     async def close(self) -> None:
         """Let every worker go and wait for their ends, unless they cannot be killed. None may be busy."""
         workers = list(self._workers.values())
         for worker in workers:
             worker.control.close()
-        deaths = {worker.death for worker in workers if not worker.holds}
+        deaths = {worker.death for worker in workers if worker.holds is None}
         if deaths:
             _, late = await asyncio.wait(deaths, timeout=_CLOSE_GRACE)
             for worker in workers:

@@ -72,8 +72,8 @@ class WorkerPool:
         Files stay the caller's, who closes them after this returns: only then no worker uses them any more;
         that holds when the caller is cancelled too. There is one exception: a worker that hangs in a system
         call on a disk that does not answer cannot be killed before the call returns, and nobody waits for
-        that. Then `still_uses` says so of the file. Such a worker may complete the one write that it is in,
-        and does nothing after it; the file must not be published or written to again, and its name goes.
+        that. It may complete the one write that it is in, and does nothing after it. Of a file that it was
+        to write to, `still_writes` says so: that is not published nor written to again, and its name goes.
 
         Args:
             job: What to do.
@@ -104,8 +104,8 @@ class WorkerPool:
         """Whether jobs can be carried out: no more once the spawner ended."""
         return self._crew.usable and not self._closed
 
-    def still_uses(self, descriptor: int) -> bool:
-        """Whether a worker that could not be killed may still be in a call on this file.
+    def still_writes(self, descriptor: int) -> bool:
+        """Whether a worker that could not be killed may still complete a write to this file.
 
         Args:
             descriptor: Of the file, however it was opened.
@@ -169,14 +169,14 @@ class WorkerPool:
                 done = worker.slot.bytes_done
                 if isinstance(error, ValueError):
                     self._crew.kill(worker)
-                how = await self._crew.bury(worker, assignment.identities)
+                how = await self._crew.bury(worker, assignment.written)
                 if isinstance(error, ValueError):
                     how = f"answered nonsense: {error}"
                 text = f"the worker process of '{assignment.job.title}' {how}"
                 raise WorkerError(WORKER_DIED, text, bytes_done=done) from error
             except _SilentError as silence:
                 done = worker.slot.bytes_done
-                ended = await self._crew.end(worker, assignment.identities)
+                ended = await self._crew.end(worker, assignment.written)
                 text = str(silence) if ended else f"{silence}, and it cannot be ended"
                 raise WorkerError(silence.code, text, bytes_done=done) from None
             finally:
@@ -238,7 +238,7 @@ class _Assignment:
     channels: tuple[Channel, ...]  # forgotten once they are encoded
     counters: tuple[Counters, ...]  # what tells a used nonce from a new one
     files: tuple[int, ...]
-    identities: frozenset[Identity]  # of the files
+    written: frozenset[Identity]  # the files that it writes to
     table: int | None = None
     worker: Worker | None = None
     cancelled_at: float | None = None
@@ -272,7 +272,7 @@ class _Assignment:
             channels,
             counters,
             tuple(files),
-            frozenset(found[each] for each in files),
+            frozenset(found[each] for each in files if isinstance(job, Receive)),
         )
 
     @contextlib.contextmanager

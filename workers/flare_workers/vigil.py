@@ -55,7 +55,7 @@ def explain_silence(pid: int) -> str:
             with suppress(OSError):
                 states.add(each.joinpath("stat").read_text().rpartition(")")[2].split()[0])
     if _IN_KERNEL in states:
-        return "this machine's disk or file system does not answer"
+        return "it waits for a disk"
     if states.intersection(_STOPPED):
         return "it was stopped by a signal or a debugger"
     return "the disk or the machine hangs"

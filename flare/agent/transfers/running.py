@@ -10,8 +10,11 @@ from weakref import WeakKeyDictionary
 
 from flare.agent.cache import Cache
 from flare.agent.transfers.waiting import settled
+from flare.errors import BusyError
 from flare.session import Session
 from flare.wire.messages import TransferReply
+
+TELL_AFTER = 3.0  # seconds in which a failed transfer clears up before those who wait for it are told
 
 
 @dataclass(slots=True)
@@ -23,12 +26,26 @@ class Progress:
         verified: were checked, on arrival or where they lay.
         total: will come over the network; None while that is not known.
         waiting: nothing comes yet, because an upload brings files into the directory now.
+        tell: lets those who wait hear why it failed, before it has ended.
     """
 
     transferred: int = 0
     verified: int = 0
     total: int | None = None
     waiting: bool = False
+    tell: Callable[[BaseException], None] = field(default=lambda problem: None, repr=False)
+
+    @contextlib.contextmanager
+    def clearing_up(self, problem: BaseException) -> Iterator[None]:
+        """Do after a failure what waits for the disk, and let nobody wait with it for long.
+
+        The disk may be what hangs.
+        """
+        timer = asyncio.get_running_loop().call_later(TELL_AFTER, self.tell, problem)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 Work = Callable[[Progress], Awaitable[TransferReply]]
@@ -39,6 +56,7 @@ class _Running:
     asked: Hashable
     progress: Progress
     task: asyncio.Task[TransferReply]
+    outcome: asyncio.Future[TransferReply]  # known when the task has ended, or before it has cleared up
     waiting: int = 0
     given_up: bool = field(default=False)
 
@@ -103,32 +121,62 @@ class Transfers:
             watch: gets the progress to look at.
 
         Raises:
+            BusyError: an earlier one failed, and has not cleared up yet.
             FlareError: why it failed, for everyone who waits.
         """
         while (running := self._running.get(directory)) is not None:
+            if running.outcome.done():
+                raise BusyError(
+                    "What an earlier transfer of this core left is still being removed: the disk of this "
+                    "node's cache is slow, or hangs. Push it again when that is done."
+                )
             if running.asked == asked and not running.given_up:
                 break
-            await asyncio.wait({running.task})
+            await asyncio.wait({running.task, running.outcome}, return_when=asyncio.FIRST_COMPLETED)
         if running is None:
             running = self._begin(directory, asked, work)
         watch(running.progress)
         running.waiting += 1
         try:
-            return await asyncio.shield(running.task)
+            return await asyncio.shield(running.outcome)
         finally:
             running.waiting -= 1
-            if not running.waiting and not running.task.done():
+            if not running.waiting and not running.outcome.done():
                 running.given_up = True
                 running.task.cancel()
-                await settled(running.task)
+                await settled(running.outcome)
 
     def _begin(self, directory: str, asked: Hashable, work: Work) -> _Running:
-        progress = Progress()
+        outcome: asyncio.Future[TransferReply] = asyncio.get_running_loop().create_future()
+        outcome.add_done_callback(_look)
+        progress = Progress(tell=lambda problem: _fail(outcome, problem))
 
         async def whole() -> TransferReply:
             return await work(progress)
 
-        running = _Running(asked, progress, asyncio.create_task(whole()))
+        def end(task: asyncio.Task[TransferReply]) -> None:
+            del self._running[directory]
+            if task.cancelled():
+                outcome.cancel()
+            elif (problem := task.exception()) is not None:
+                _fail(outcome, problem)
+            elif not outcome.done():
+                outcome.set_result(task.result())
+
+        running = _Running(asked, progress, asyncio.create_task(whole()), outcome)
         self._running[directory] = running
-        running.task.add_done_callback(lambda _: self._running.pop(directory, None))
+        running.task.add_done_callback(end)
         return running
+
+
+def _fail(outcome: asyncio.Future[TransferReply], problem: BaseException) -> None:
+    if isinstance(problem, asyncio.CancelledError):
+        outcome.cancel()
+    elif not outcome.done():
+        outcome.set_exception(problem)
+
+
+def _look(outcome: asyncio.Future[TransferReply]) -> None:
+    """Look at an outcome that nobody may wait for any more, which asyncio would print as forgotten."""
+    if not outcome.cancelled():
+        outcome.exception()
