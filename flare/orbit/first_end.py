@@ -14,7 +14,8 @@ from flare.orbit.runs import RUNNING, report_of
 from flare.orbit.stopping import BEFORE_THE_MEETING, PEER_GRACE, stop_group
 from flare.wire.messages import GroupReport, Status
 
-START_SECONDS = 2.0  # how long --detach looks whether a rank fails at once
+BEGIN_SECONDS = 10.0  # for the first word of a rank: a fraction of that where the CPUs are idle
+START_SECONDS = 2.0  # from there on, for a rank that fails at once
 START_POLL = 0.1  # seconds between looks
 CAUSE_SECONDS = 0.5  # from the first failure that is seen to a look at all: a consequence may be seen first
 NOTICE_SECONDS = 1.0  # for ranks that have met to notice each other's end themselves
@@ -26,25 +27,27 @@ FAILED = "failed"  # as a phase and as a state
 async def check_started(client: Client, group: Group) -> None:
     """Look for a moment whether a rank fails at once, as rank zero does when its HTTP port is taken.
 
-    Returns when all have gone on to work on the core, or START_SECONDS after they began.
+    Returns when all have gone on to work on the core, or after BEGIN_SECONDS and START_SECONDS.
 
     Raises:
         RankError: one failed; has its reason. The others were stopped.
     """
-    deadline = time.monotonic() + START_SECONDS
-    beginning = list(group.streams)
-    while beginning:
-        reports = await _reports(client, group, beginning)
-        over = time.monotonic() >= deadline
-        if any(report is not None and _has_failed(report, over) for report in reports):
-            await _end_at_once(client, group, over)
-        beginning = [
-            stream
-            for stream, report in zip(beginning, reports, strict=True)
+    limits = dict.fromkeys(range(len(group.streams)), time.monotonic() + BEGIN_SECONDS)
+    begun: set[int] = set()
+    while limits:
+        reports = await _reports(client, group, [group.streams[number] for number in limits])
+        now = time.monotonic()
+        for number, report in zip(tuple(limits), reports, strict=True):
+            if report is not None and report.phase is not None and number not in begun:
+                begun.add(number)
+                limits[number] = min(limits[number], now + START_SECONDS)
+            over = now >= limits[number]
+            if report is not None and _has_failed(report, over):
+                await _end_at_once(client, group, over)
             # Of one whose node does not answer `flare orbit ls` tells more when it does again.
-            if report is not None and report.phase in (None, FIRST_PHASE, FAILED) and not over
-        ]
-        if beginning:
+            if report is None or over or report.phase not in (None, FIRST_PHASE, FAILED):
+                del limits[number]
+        if limits:
             await asyncio.sleep(START_POLL)
 
 

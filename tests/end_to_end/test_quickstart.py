@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import quickstart_steps
+from flare.system import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -33,16 +34,16 @@ class Kept:
     output: str
     url: str
 
-    def flare(self, *words: str) -> str:
-        """Run a command of the controller and return what it printed."""
+    def flare(self, *words: str, check: bool = True) -> str:
+        """Run a command of the controller and return what it printed; its errors too without `check`."""
         home = self.folder / "controller"
         data = quickstart_steps.FETCHED / "data"
         environment = {**os.environ, "HOME": str(home), "XDG_DATA_HOME": str(data)}
         command = [str(quickstart_steps.FLARE), *words]
         result = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60, check=True
+            command, env=environment, capture_output=True, text=True, timeout=60, check=check
         )
-        return result.stdout
+        return result.stdout if check else result.stdout + result.stderr
 
     def processes(self) -> dict[int, str]:
         """Return every process with a HOME below the folder: its id and command line."""
@@ -124,6 +125,25 @@ def test_stop_drains_and_the_devices_are_free_again(kept: Kept) -> None:
     assert [gpu.get("group") for node in status["nodes"] for gpu in node["gpus"]] == [None, None]
     (run,) = json.loads(kept.flare("orbit", "ls", "--json"))["runs"]
     assert (run["state"], run["ranks"][0]["status"]) == ("exited", 0)
+
+
+@pytest.mark.parametrize("node", ["maxwell", "hertz"])
+def test_a_rank_that_fails_before_the_ranks_meet_ends_the_group(kept: Kept, node: str) -> None:
+    kept.flare("orbit", "stop", "smollm")
+    settings = kept.folder / node / ".config/flare/config.toml"
+    settings.write_text("nonsense = 1\n")
+    (core,) = (kept.folder / "cores").glob("*.safetensors")
+    words = ("orbit", "run", str(core), "--nodes", "maxwell,hertz", "--name", "again", "--threads", "1")
+    began = time.monotonic()
+    output = kept.flare(*words, "--port", str(free_port()), *(["--detach"] * (node == "hertz")), check=False)
+    rank = 0 if node == "maxwell" else 1
+    assert f"rank {rank} on {node} failed with status 3: " in output
+    assert f"with status 3: {settings}" in output, output
+    assert time.monotonic() - began < GROUP_ENDS_WITHIN + SLACK
+    assert set(kept.processes()) == set(kept.agents())
+    settings.unlink()
+    kept.flare("orbit", "rm", "again")
+    kept.flare(*words, "--port", str(free_port()), "--detach")
 
 
 def test_a_dead_agent_leaves_no_rank(kept: Kept) -> None:
