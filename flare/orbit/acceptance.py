@@ -44,11 +44,7 @@ def accept_publisher(
             keys = controller.paths.publisher_keys
             controller.reporter.note(f"Accepted your own publisher {known.name}: its key lies in {keys}.")
         return known
-    if accepted is not None and accepted.lower() != fingerprint:
-        raise TrustError(
-            f"--accept-publisher names {accepted[:64]}, but the core is signed by {fingerprint}. Nothing was "
-            "accepted."
-        )
+    _check_named(accepted, fingerprint)
     profile = _unnamed(core)
     if accepted is None:
         ask_acceptance(core.reference, fingerprint, controller.reporter.confirm)
@@ -59,25 +55,45 @@ def accept_publisher(
 
 
 def preview_publisher(
-    controller: Controller, core: Core, *, trust_store: Path | None, profiles: Sequence[Path] = ()
+    controller: Controller,
+    core: Core,
+    *,
+    trust_store: Path | None,
+    profiles: Sequence[Path] = (),
+    accepted: str | None = None,
 ) -> tuple[PublisherProfile, bool]:
     """Look at the core's publisher for a dry run: nobody is asked, and nothing is recorded.
+
+    Args: as `accept_publisher`.
 
     Returns:
         Its profile, and whether a run takes it without a question; if not, that was told.
 
     Raises:
+        TrustError: `accepted` names another publisher.
         ConfigError: as `accept_publisher`.
     """
     fingerprint = core.primary.fingerprint
     known, _ = _known(controller, fingerprint, trust_store, profiles)
     if known is not None:
         return known, True
+    _check_named(accepted, fingerprint)
+    if accepted is not None:
+        controller.reporter.note(f"A run accepts the publisher {fingerprint}; a dry run records nothing.")
+        return _unnamed(core), True
     controller.reporter.note(
         f"The publisher of {core.reference} is not accepted here yet: a run shows its fingerprint and asks, "
         f"or takes\n  --accept-publisher {fingerprint}"
     )
     return _unnamed(core), False
+
+
+def _check_named(accepted: str | None, fingerprint: str) -> None:
+    if accepted is not None and accepted.lower() != fingerprint:
+        raise TrustError(
+            f"--accept-publisher names {accepted[:64]}, but the core is signed by {fingerprint}. Nothing was "
+            "accepted."
+        )
 
 
 def _known(

@@ -153,7 +153,7 @@ async def plan_launch(client: Client, request: LaunchRequest, *, dry_run: bool =
     """Resolve the core, ask for trust, look at the nodes and place the ranks. Starts and sends nothing.
 
     Args:
-        dry_run: ask nobody; a publisher that is not accepted is told instead.
+        dry_run: ask nobody and record nothing; a publisher that is not accepted is told instead.
 
     Raises:
         FlareError: whatever refuses the launch; see the steps.
@@ -164,8 +164,10 @@ async def plan_launch(client: Client, request: LaunchRequest, *, dry_run: bool =
     check_memory_limit(core, request.options.memory_limit)
     store, profiles, named = request.trust_store, request.publisher_keys, request.accept_publisher
     accepted = True
-    if dry_run and named is None:
-        publisher, accepted = preview_publisher(client.controller, core, trust_store=store, profiles=profiles)
+    if dry_run:
+        publisher, accepted = preview_publisher(
+            client.controller, core, trust_store=store, profiles=profiles, accepted=named
+        )
     else:
         publisher = accept_publisher(
             client.controller, core, trust_store=store, profiles=profiles, accepted=named

@@ -110,6 +110,20 @@ def test_a_dry_run_asks_nobody(paths: Paths, core: Core) -> None:
     assert not paths.trust_store.exists()
 
 
+def test_a_preview_records_nothing_that_is_named(paths: Paths, core: Core) -> None:
+    reporter = RecordingReporter(answer=None)
+    controller = Controller.open(paths, reporter)
+    named = PUBLISHER.fingerprint.upper()
+    profile, accepted = preview_publisher(controller, core, trust_store=None, accepted=named)
+    assert (profile.public_key, accepted) == (PUBLISHER.public_key, True)
+    assert reporter.notes == [
+        f"A run accepts the publisher {PUBLISHER.fingerprint}; a dry run records nothing."
+    ]
+    with pytest.raises(TrustError, match="Nothing was accepted"):
+        preview_publisher(controller, core, trust_store=None, accepted="ab" * 32)
+    assert not paths.trust_store.exists()
+
+
 def test_a_profile_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"The publisher profile .* does not exist"):
         read_profile(tmp_path / "none")

@@ -74,6 +74,7 @@ def test_a_dry_run_prints_the_placement_and_sends_nothing(orbit: Lab, tmp_path: 
     ]
     assert orbit.flare("orbit", "cores").out == "No node has a core in its cache.\n"
     assert orbit.runs() == []
+    assert not (orbit.orbit_file.parent / "trust.toml").exists()
 
 
 def test_a_launch_is_followed_and_ctrl_c_stops_it(orbit: Lab, tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_a_saved_group_starts_again_by_its_name(orbit: Lab, tmp_path: Path) -> N
     )
     assert orbit.flare(*words, "--max-concurrency", "4", "--port", "8200", *TRUST, "--dry-run").code == 0
     assert "glm" not in orbit.orbit_file.read_text()
-    assert orbit.flare(*words, "--max-concurrency", "4", "--port", "8200").code == 0
+    assert orbit.flare(*words, "--max-concurrency", "4", "--port", "8200", *TRUST).code == 0
     assert orbit.flare("orbit", "stop").code == 0
     listed = orbit.flare("orbit", "ls").out
     assert re.search(rf"glm +stopped +{core}", listed)
