@@ -117,6 +117,8 @@ class _Pairer:
         try:
             check_key_change(self.controller.orbit, written, session.peer_key)
             known = self.controller.orbit.node_of_key(session.peer_key)
+            # A name that cannot be recorded must not cost a code.
+            self.check_name(self.controller.orbit, host, session.peer_key, self.name, "was not paired")
             accepted = session.hello.node
             if accepted is not None and (known is not None or self.key is None):
                 # The node obeys this controller already; given a code, it must still prove who it is.
@@ -175,30 +177,51 @@ class _Pairer:
         with edit_orbit_file(self.controller.paths.orbit_file) as edit:
             orbit = edit.before
             check_key_change(orbit, address, public_key)
+            name = self.name if self.name is not None else facts.name
+            paired = (
+                "was paired but not recorded: it obeys this controller now and needs no code any more, so "
+                "leave the code out or empty"
+            )
+            self.check_name(orbit, host, public_key, name, paired)
             known = orbit.node_of_key(public_key)
             if known is not None:
-                if self.name is not None and self.name != known.name:
-                    raise ConflictError(
-                        f"{printable(host)} is recorded as {known.name}. To call it {self.name}, run `flare "
-                        f"orbit forget {known.name}`, then pair again with --name {self.name}."
-                    )
                 moved = known.address != address
                 if moved:
                     edit.replace_address(known.name, address)
                     known = NodeEntry(known.name, public_key, address)
                 return Pairing(host, known, known=paired_before, moved=moved)
-            name = self.name if self.name is not None else facts.name
-            if any(node.name == name for node in orbit.nodes):
-                raise ConflictError(
-                    f"The name {name} belongs to another node (fingerprint "
-                    f"{orbit.node(name).fingerprint[:16]}…), so {printable(host)} (fingerprint "
-                    f"{fingerprint(public_key)[:16]}…) was not recorded. If they are two hosts, pair it "
-                    f"again with --name OTHER; if that host was reinstalled, run `flare orbit forget {name}` "
-                    "first."
-                )
             node = NodeEntry(name, public_key, address)
             edit.add_node(node)
             return Pairing(host, node)
+
+    def check_name(
+        self, orbit: OrbitFile, host: str, public_key: bytes, name: str | None, outcome: str
+    ) -> None:
+        """Refuse a name under which a node cannot be recorded.
+
+        Args:
+            name: None: not known yet.
+            outcome: what became of the host, for the message.
+
+        Raises:
+            ConflictError: the node has another name already, or another node has this one.
+        """
+        known = orbit.node_of_key(public_key)
+        if known is not None:
+            if self.name is not None and self.name != known.name:
+                raise ConflictError(
+                    f"{printable(host)} is recorded as {known.name}. To call it {self.name}, run `flare "
+                    f"orbit forget {known.name}`, then pair again with --name {self.name}."
+                )
+            return
+        if any(node.name == name for node in orbit.nodes):
+            assert name is not None, "nodes have names"
+            raise ConflictError(
+                f"The name {name} belongs to another node (fingerprint {orbit.node(name).fingerprint[:16]}…), "
+                f"so {printable(host)} (fingerprint {fingerprint(public_key)[:16]}…) {outcome}. If they are "
+                f"two hosts, run `flare orbit pair {printable(host)} --name OTHER`; if that host was "
+                f"reinstalled, run `flare orbit forget {name}` and pair it again."
+            )
 
 
 def check_key_change(orbit: OrbitFile, address: str, public_key: bytes) -> None:

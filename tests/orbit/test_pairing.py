@@ -12,6 +12,7 @@ from pathlib import Path
 from flare.identity import Identity
 from flare.trust.join_code import generate
 from tests.orbit.lab import Lab, wait_for
+from tests.orbit.terminal import terminal
 
 
 def code_of(orbit: Lab, name: str) -> str:
@@ -124,6 +125,34 @@ def test_a_name_that_is_taken_needs_another_one(orbit: Lab) -> None:
     renamed = orbit.flare("orbit", "pair", other.address, "--name", "volta")
     assert renamed.code == 13
     assert "is recorded as hertz" in renamed.err
+
+
+def test_a_name_that_is_taken_costs_no_code(orbit: Lab) -> None:
+    orbit.paired("maxwell")
+    host = orbit.start("hertz").address
+    code = code_of(orbit, "hertz")
+    taken = orbit.flare("orbit", "pair", host, "--code", "-", "--name", "maxwell", stdin=code)
+    assert taken.code == 13
+    assert f"{host} (fingerprint" in taken.err
+    assert "was not paired. If they are two hosts, run" in taken.err
+    assert orbit.flare("orbit", "pair", host, "--code", "-", stdin=code).code == 0
+
+
+def test_a_nodes_own_name_that_is_taken_has_a_remedy(orbit: Lab) -> None:
+    """The node tells its name to who is paired alone; then it needs no code any more."""
+    orbit.paired("maxwell")
+    orbit.orbit_file.write_text(orbit.orbit_file.read_text().replace('name = "maxwell"', 'name = "hertz"'))
+    host = orbit.start("hertz").address
+    code = code_of(orbit, "hertz")
+    taken = orbit.flare("orbit", "pair", host, "--code", "-", stdin=code)
+    assert taken.code == 13
+    assert "was paired but not recorded" in taken.err
+    assert f"run `flare orbit pair {host} --name OTHER`" in taken.err
+    with terminal(*orbit.command("orbit", "pair", host, "--name", "volta")) as screen:
+        screen.wait_for(f"Code for {host}")
+        screen.type("\n")
+        assert screen.end() == 0, screen.text
+    assert f"Paired: volta at {host}" in screen.text.replace("\r", "")
 
 
 def test_a_changed_key_is_refused_until_the_node_is_forgotten(orbit: Lab) -> None:
