@@ -21,6 +21,7 @@ from flare.agent.inventory import Signed, signed_at
 from flare.agent.node import Node
 from flare.agent.rank_command import (
     RankFiles,
+    front_address,
     needs_complete_core,
     rank_command,
     rank_environment,
@@ -121,6 +122,7 @@ async def _specify(
         launch_key=None if grant.single_host else request.launch_key,
         expires=grant.expires,
         rendezvous_port=split_rendezvous(grant)[1] if member.rank == 0 and not grant.single_host else None,
+        front=front_address(grant, member),
     )
 
 

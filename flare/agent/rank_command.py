@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flare.errors import RemoteProtocolError
 from flare.serving_options import parse_grant_words
+from flare.session import format_address
 from flare.trust.grants import Grant, Member
 
 # What a rank and its engine need to find files and devices. Not HF_TOKEN, not LD_*, not PYTHON*: a rank
@@ -97,6 +98,18 @@ def rank_command(grant: Grant, member: Member, files: RankFiles) -> tuple[str, .
     if needs_complete_core(grant, member):
         words += options.rank_zero_words()
     return tuple(words)
+
+
+def front_address(grant: Grant, member: Member) -> str | None:
+    """Return "host:port" that the member's HTTP front binds; None where it has none.
+
+    Raises:
+        UsageError: a serving option that is not allowed.
+    """
+    if not needs_complete_core(grant, member):
+        return None
+    options = parse_grant_words(grant.serving, grant.rank_zero)
+    return format_address(options.http_host, options.http_port)
 
 
 def split_rendezvous(grant: Grant) -> tuple[str, int]:

@@ -287,6 +287,7 @@ def _report(run: Run) -> GroupReport:
         url=run.url if run.alive else None,  # nobody answers there any more
         reason=run.reason,
         remark=run.remark,
+        front=run.spec.front,
     )
 
 

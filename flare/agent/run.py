@@ -49,6 +49,7 @@ class RankSpec:
         launch_key: 32 bytes for the launch-key descriptor, or None for none.
         expires: Unix seconds when the grant can no longer start anything.
         rendezvous_port: that rank zero listens on here; None for other ranks.
+        front: "host:port" that its HTTP front binds; None for other ranks.
     """
 
     launch: str
@@ -62,6 +63,7 @@ class RankSpec:
     launch_key: bytes | None = field(default=None, repr=False)
     expires: float = 0.0
     rendezvous_port: int | None = None
+    front: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from flare.errors import BusyError, CoreError, PlacementError, UnsupportedError
 from flare.orbit.client import Answer
+from flare.orbit.fronts import front_of, may_share
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.resolve import Core
 from flare.orbit.runs import RUNNING
@@ -15,7 +15,6 @@ from flare.placement import SINGLE_HOST, Gpu, Needs, Node, Placed, Placement, pl
 from flare.serving_options import ServingOptions
 from flare.wire.messages import CoreReport, StatusReply
 
-WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 _RANK_ENTRY = re.compile(r"-rank(\d{1,4})\Z")
 
 
@@ -150,23 +149,19 @@ def has_ready_copy(core: Core, status: StatusReply) -> bool:
 
 
 def check_port_free(node: NodeEntry, options: ServingOptions, status: StatusReply) -> None:
-    """Refuse an HTTP port on which a running group of rank zero's node serves.
+    """Refuse an HTTP port that a running group of rank zero's node has, or takes when it has loaded.
 
     Raises:
         BusyError: names the group.
     """
     for group in status.groups:
-        if group.state != RUNNING or group.url is None:
+        front = front_of(group)
+        if group.state != RUNNING or front is None:
             continue
-        try:
-            url = urlsplit(group.url)
-            host, port = url.hostname or "", url.port
-        except ValueError:
-            continue  # a node's word, and no address
-        apart = host != options.http_host and not {host, options.http_host} & {*WILDCARDS}
-        if port and port == options.http_port and not apart:
+        host, port = front
+        if port == options.http_port and may_share(host, options.http_host):
             raise BusyError(
-                f"The group {group.name} serves on port {port} of {node.name} already ({group.launch}). Give "
+                f"The group {group.name} has port {port} of {node.name} already ({group.launch}). Give "
                 f"this one another port, such as --port {port + 1 if port < 0xFFFF else 8000}, or stop the "
                 f"other with `flare orbit stop {group.name}`."
             )

@@ -25,7 +25,6 @@ from flare.errors import (
 )
 from flare.orbit.acceptance import accept_publisher, preview_publisher
 from flare.orbit.candidates import (
-    WILDCARDS,
     check_executables,
     check_memory_limit,
     check_name_free,
@@ -37,6 +36,7 @@ from flare.orbit.candidates import (
 from flare.orbit.client import Answer, Client
 from flare.orbit.fabric import Way, find_way, plan_fabric
 from flare.orbit.follow import RankStream
+from flare.orbit.fronts import front_url
 from flare.orbit.orbit_file import edit_orbit_file
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.override import Override, read_override
@@ -119,10 +119,7 @@ class Plan:
     def url(self) -> str:
         """Where rank zero will serve, as its host can be reached from here."""
         options = self.request.options
-        host = options.http_host
-        if host in WILDCARDS:
-            host = parse_address(self.nodes[0].address)[0]
-        return f"http://{format_address(host, options.http_port)}"
+        return front_url(options.http_host, options.http_port, self.nodes[0])
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from flare.errors import NotFoundError
 from flare.orbit.client import Answer
+from flare.orbit.fronts import reported_url
 from flare.orbit.orbit_records import GroupDefinition, NodeEntry
 from flare.wire.messages import GroupReport, StatusReply
 
@@ -62,9 +63,13 @@ class Run:
 
     @property
     def url(self) -> str | None:
-        """Where it serves."""
+        """Where it serves, as clients reach it."""
         return next(
-            (rank.report.url for rank in self.ranks if rank.report.url and rank.report.state == RUNNING),
+            (
+                reported_url(rank.report, rank.node)
+                for rank in self.ranks
+                if rank.report.url and rank.report.state == RUNNING
+            ),
             None,
         )
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from flare.agent.rank_command import RankFiles, rank_command, rank_environment, split_rendezvous
+from flare.agent.rank_command import (
+    RankFiles,
+    front_address,
+    rank_command,
+    rank_environment,
+    split_rendezvous,
+)
 from flare.errors import RemoteProtocolError, UsageError
 from flare.trust.grants import Grant, Member, Package
 from flare.trust.signed import KIND_RUN_GRANT
@@ -55,6 +61,13 @@ def test_single_host() -> None:
     assert list(rank_command(grant, grant.members[0], FILES)) == [
         "/bin/flare", "run", "/models/core.safetensors", *COMMON, "--port", "8123",
     ]  # fmt: skip
+
+
+def test_the_front_is_rank_zeros() -> None:
+    zero, peer = GRANT.members
+    assert front_address(GRANT, zero) == "127.0.0.1:8123"
+    assert front_address(replace(GRANT, rank_zero=("--host", "::")), zero) == "[::]:8000"
+    assert front_address(GRANT, peer) is None
 
 
 def test_the_module_instead_of_a_script() -> None:

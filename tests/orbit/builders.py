@@ -31,6 +31,7 @@ def group_report(
     url: str | None = None,
     status: int | None = None,
     reason: str | None = None,
+    front: str | None = None,
 ) -> GroupReport:
     return GroupReport(
         launch=launch,
@@ -46,6 +47,7 @@ def group_report(
         status=status,
         url=url,
         reason=reason,
+        front=front,
     )
 
 

@@ -52,8 +52,8 @@ def entry(
 
 
 def test_a_port_on_which_another_group_serves(core: Core) -> None:
-    def served(url: str, state: str = "running") -> StatusReply:
-        report = group_report("glm-1", name="glm", state=state, url=url)
+    def served(url: str | None, state: str = "running", front: str | None = None) -> StatusReply:
+        report = group_report("glm-1", name="glm", state=state, url=url, front=front)
         reply = answer(MAXWELL, groups=(report,)).reply
         assert reply is not None
         return reply
@@ -61,11 +61,27 @@ def test_a_port_on_which_another_group_serves(core: Core) -> None:
     for url, words in (
         ("http://127.0.0.1:8000", ()),
         ("http://0.0.0.0:8000", ()),
-        ("http://[::1]:8000", ("--host", "0.0.0.0")),
+        ("http://[::1]:8000", ("--host", "::")),
         ("http://10.0.0.1:8123", ("--host", "10.0.0.1", "--port", "8123")),
+        ("http://10.0.0.1:8000", ("--host", "0.0.0.0")),
+        ("http://[::ffff:10.0.0.1]:8000", ("--host", "10.0.0.1")),
+        ("http://localhost:8000", ()),
+        ("http://[::1]:8000", ("--host", "localhost")),
+        ("http://maxwell.local:8000", ("--host", "10.0.0.1")),
     ):
-        with pytest.raises(BusyError, match=r"The group glm serves on port \d+ of maxwell already \(glm-1\)"):
+        with pytest.raises(BusyError, match=r"The group glm has port \d+ of maxwell already \(glm-1\)"):
             check_port_free(MAXWELL, parse_serving(words), served(url))
+    # What the launch asked for counts also before it serves, and where the rank's own URL says less.
+    for front, served_at, words in (
+        ("127.0.0.1:8000", None, ()),
+        ("0.0.0.0:8000", None, ("--host", "10.0.0.5")),
+        ("0.0.0.0:8000", "http://127.0.0.1:8000", ("--host", "10.0.0.5")),
+        ("[::]:8000", "http://[::1]:8000", ("--host", "fe80::1")),
+    ):
+        with pytest.raises(BusyError, match="The group glm has port 8000"):
+            check_port_free(MAXWELL, parse_serving(words), served(served_at, front=front))
+    for front in ("127.0.0.1:8001", "10.0.0.5:8000", "[::]:8000", "no address"):
+        check_port_free(MAXWELL, parse_serving(()), served(None, front=front))
     for url, words, state in (
         ("http://127.0.0.1:8000", ("--port", "8001"), "running"),
         ("http://127.0.0.1:8000", (), "exited"),
@@ -73,6 +89,7 @@ def test_a_port_on_which_another_group_serves(core: Core) -> None:
         ("http://127.0.0.1:8000", ("--port", "0"), "running"),
         ("http://[8000", (), "running"),
         ("http://127.0.0.1:99999999", (), "running"),
+        ("http://[::1]:8000", ("--host", "0.0.0.0"), "running"),
     ):
         check_port_free(MAXWELL, parse_serving(words), served(url, state))
 

@@ -42,6 +42,24 @@ def test_the_ranks_of_one_launch_become_one_run() -> None:
     assert glm.missing == ()
 
 
+@pytest.mark.parametrize(
+    ("front", "url", "shown"),
+    [
+        ("0.0.0.0:8000", "http://127.0.0.1:8000", "http://maxwell:8000"),
+        ("[::]:8000", "http://[::1]:8000", "http://maxwell:8000"),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("0.0.0.0:8000", None, None),
+        ("no address", "http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("0.0.0.0:8000", "http://[8000", "http://[8000"),
+    ],
+)
+def test_a_front_on_every_address_is_reached_by_the_paired_one(
+    front: str, url: str | None, shown: str | None
+) -> None:
+    (run,) = collect_runs([answer(MAXWELL, groups=(group_report("glm-1", url=url, front=front),))])
+    assert run.url == shown
+
+
 def test_a_failed_rank_makes_the_run_failed_once_nothing_runs() -> None:
     failed = group_report("glm-1", rank=1, ranks=2, state="failed", status=3, reason="out of memory")
     both = [answer(MAXWELL, groups=(group_report("glm-1", ranks=2),)), answer(HERTZ, groups=(failed,))]

@@ -103,6 +103,7 @@ class GroupReport:
         url: where rank zero serves.
         reason: why it failed.
         remark: what people should know however it ended.
+        front: "host:port" that its HTTP front binds, as it was launched; of rank zero alone.
     """
 
     launch: str
@@ -120,6 +121,7 @@ class GroupReport:
     url: str | None = None
     reason: str | None = None
     remark: str | None = None
+    front: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
@@ -147,6 +149,7 @@ class GroupReport:
             url=reader.text("url", limit=MAX_PATH, default=None),
             reason=reader.text("reason", limit=MAX_REASON, default=None),
             remark=reader.text("remark", limit=MAX_REASON, default=None),
+            front=reader.text("front", limit=MAX_ADDRESS, default=None),
         )
 
     @classmethod
