@@ -14,9 +14,10 @@ from flare.agent.arriving import BroughtByOtherError, signed_by
 from flare.agent.cache import Place
 from flare.agent.inventory import name_primary
 from flare.agent.node import Node
-from flare.cores.primary import load_primary_isolated
+from flare.cores.primary import Primary, load_primary_isolated
 from flare.errors import (
     BusyError,
+    CoreError,
     FlareError,
     ForbiddenError,
     IntegrityError,
@@ -118,18 +119,27 @@ async def stat(node: Node, session: Session, request: Stat) -> None:
     descriptor, information = await asyncio.to_thread(open_source, request.path)
     os.close(descriptor)
     primary = await load_primary_isolated(Path(request.path))
-    companions = await asyncio.to_thread(
-        _companions, primary.root, [file.path for file in primary.index.files]
-    )
+    companions = await asyncio.to_thread(_companions, primary)
     await session.send(StatReply(size=information.st_size, companions=companions))
 
 
-def _companions(root: Path, paths: list[str]) -> tuple[Companion, ...]:
+def _companions(primary: Primary) -> tuple[Companion, ...]:
+    """Return the files beside a core's primary.
+
+    Raises:
+        CoreError: one of them is missing or cannot be read.
+    """
     found = []
-    for path in paths:
+    for path in (file.path for file in primary.index.files):
         if not path:
             continue  # the data of a packed primary
-        descriptor, information = open_source(str(root / path))
+        try:
+            descriptor, information = open_source(str(primary.root / path))
+        except NotFoundError as problem:
+            raise CoreError(
+                f"The core {primary.path} needs the file {path} beside it. {problem.message} Copy the whole "
+                "folder."
+            ) from None
         os.close(descriptor)
         found.append(Companion(path, information.st_size))
     return tuple(found)

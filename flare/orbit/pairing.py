@@ -217,9 +217,10 @@ class _Pairer:
         if any(node.name == name for node in orbit.nodes):
             assert name is not None, "nodes have names"
             raise ConflictError(
-                f"The name {name} belongs to another node (fingerprint {orbit.node(name).fingerprint[:16]}…), "
-                f"so {printable(host)} (fingerprint {fingerprint(public_key)[:16]}…) {outcome}. If they are "
-                f"two hosts, run `flare orbit pair {printable(host)} --name OTHER`; if that host was "
+                f"The name {name} belongs to another node (fingerprint "
+                f"{orbit.node(name).fingerprint[:16]}…), so {printable(host)} (fingerprint "
+                f"{fingerprint(public_key)[:16]}…) {outcome}. If they are two hosts, run `flare orbit pair "
+                f"{printable(host)} --name OTHER`; if that host was "
                 f"reinstalled, run `flare orbit forget {name}` and pair it again."
             )
 

@@ -13,7 +13,15 @@ from flare.cores.orbit_limits import check_fits
 from flare.cores.primary import Primary, load_primary, load_primary_isolated
 from flare.cores.reference import CoreReference, LocalReference, NodeReference
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
-from flare.errors import CoreError, FlareError, NotFoundError, UnsupportedError, UsageError
+from flare.errors import (
+    CoreError,
+    FlareError,
+    IntegrityError,
+    NotFoundError,
+    TrustError,
+    UnsupportedError,
+    UsageError,
+)
 from flare.files import describe_os_error, scratch_folder
 from flare.orbit.client import REQUEST_TIMEOUT, Client
 from flare.orbit.orbit_records import NodeEntry
@@ -85,6 +93,7 @@ async def resolve_core(client: Client, reference: CoreReference) -> Core:
         UsageError: what looks like a repository is a file here.
         NotFoundError: no such file or node.
         CoreError, TrustError: it is no core, or its signature is missing or wrong.
+        IntegrityError: its digest table is not the one that was signed.
         UnreachableError: the node that holds it does not answer.
     """
     if isinstance(reference, LocalReference | NodeReference):
@@ -106,7 +115,7 @@ async def resolve_core(client: Client, reference: CoreReference) -> Core:
 
 
 def resolve_local(reference: LocalReference) -> Core:
-    """Read a core on this host and check that its companions are there."""
+    """Read a core on this host, and check its digest table and that its companions are there."""
     path = Path(os.path.abspath(Path(reference.path).expanduser()))  # noqa: PTH100 - links stay as written
     primary = load_primary(path)
     core = Core(reference, primary, None, str(path))
@@ -119,6 +128,7 @@ def resolve_local(reference: LocalReference) -> Core:
         if stat_module.S_ISREG(information.st_mode):
             sizes[name] = information.st_size
     check_companions(core, sizes, "here")
+    primary.digests()
     return core
 
 
@@ -133,7 +143,12 @@ async def resolve_on_node(client: Client, reference: NodeReference) -> Core:
                 f"Node {node.name} has no core at {reference.path}. {problem.message}"
             ) from None
         with scratch_folder(Path(tempfile.gettempdir()), "flare-mirror-") as folder:
-            primary = await _mirror(session, reference.path, stat.size, folder)
+            try:
+                primary = await _mirror(session, reference.path, stat.size, folder)
+            except (CoreError, TrustError, IntegrityError) as problem:
+                # The mirror is gone when a person reads this.
+                mirror = str(_mirror_path(folder, reference.path))
+                raise type(problem)(problem.message.replace(mirror, str(reference))) from None
     core = Core(reference, primary, node, reference.path)
     check_companions(core, {item.name: item.size for item in stat.companions}, f"on node {node.name}")
     return core
@@ -141,8 +156,8 @@ async def resolve_on_node(client: Client, reference: NodeReference) -> Core:
 
 async def _mirror(session: Session, path: str, size: int, folder: Path) -> Primary:
     """Copy header, index and digest table into a sparse file of the primary's length, and verify them."""
-    mirror = folder / PurePosixPath(path).name
-    what = f"The file {path}"
+    mirror = _mirror_path(folder, path)
+    what = str(mirror)
     prefix = await _get(session, path, 0, min(PREFIX_LENGTH, size))
     end = PREFIX_LENGTH + header_length(prefix, what)
     if end > size:
@@ -161,6 +176,10 @@ async def _mirror(session: Session, path: str, size: int, folder: Path) -> Prima
         raise describe_os_error(problem, "Cannot mirror the core's header") from None
     primary.digests()
     return replace(primary, path=Path(path))
+
+
+def _mirror_path(folder: Path, path: str) -> Path:
+    return folder / PurePosixPath(path).name
 
 
 async def _get(session: Session, path: str, offset: int, length: int) -> bytes:

@@ -152,7 +152,7 @@ def test_stat_names_companions(paired: Agent, controller: Peer, tmp_path: Path) 
             ("model/b.bin", 10),
         ]
         (tmp_path / "core" / "model" / "b.bin").unlink()
-        with pytest.raises(NotFoundError, match=r"b\.bin cannot be read"):
+        with pytest.raises(CoreError, match=r"needs the file model/b\.bin beside it\. .*b\.bin cannot be"):
             await controller.ask(paired, Stat(path=str(primary)))
         (tmp_path / "text.safetensors").write_text("no core")
         with pytest.raises(CoreError):

@@ -295,14 +295,17 @@ def test_a_core_on_a_node_that_cannot_be_used_is_refused(orbit: Lab, tmp_path: P
     assert changed.code == 6
     assert "has 5 bytes on node maxwell" in changed.err
     model.unlink()
-    assert orbit.flare("orbit", "run", f"maxwell:{core}", "--dry-run", *TRUST).code == 11
+    missing = orbit.flare("orbit", "run", f"maxwell:{core}", "--dry-run", *TRUST)
+    assert missing.code == 6
+    assert f"The core {core} needs the file model/Tiny.gguf beside it." in missing.err
     data = bytearray(core.read_bytes())
     data[-5] ^= 1  # inside the digest table
     core.write_bytes(data)
     model.write_bytes(pattern(3000))
-    damaged = orbit.flare("orbit", "run", f"maxwell:{core}", "--dry-run", *TRUST)
-    assert damaged.code == 6
-    assert "is not the one that was signed" in damaged.err
+    for reference in (f"maxwell:{core}", str(core)):
+        damaged = orbit.flare("orbit", "run", reference, "--dry-run", *TRUST)
+        assert damaged.code == 6
+        assert f"The digest table of {reference} is not the one that was signed" in damaged.err
 
 
 def test_a_large_file_goes_over_several_connections_and_arrives_whole(orbit: Lab, tmp_path: Path) -> None:
