@@ -292,6 +292,12 @@ class Arrivals:
             del self._files[place]
             file.close()
 
+    def brings(self, place: Place) -> bool:
+        """Tell whether an upload or a transfer brings a file now."""
+        file = self._files.get(place)
+        fetched = place.entry is not None and self.is_fetched(place.entry)
+        return fetched or (file is not None and file.moves)
+
     async def wait_for(self, entry: Entry) -> None:
         """Wait until nobody uploads into a core directory."""
         while True:

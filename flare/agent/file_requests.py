@@ -201,7 +201,8 @@ async def have(node: Node, session: Session, request: Have) -> None:
     if found and publisher is not None and not marked:
         found = await signed_by(place, request.size, publisher)
         verified = found and verified
-    await session.send(HaveReply(have=found, verified=verified))
+    arriving = not found and node.authority.is_controller(session.peer_key) and node.arrivals.brings(place)
+    await session.send(HaveReply(have=found, verified=verified, arriving=arriving))
 
 
 async def _is_renamed(node: Node, place: Place, size: int, publisher: str) -> bool:

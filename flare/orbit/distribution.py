@@ -146,7 +146,7 @@ class _Push:
         try:
             missing = await missing_files(client, core_uploads(self.plan.core), node)
             if missing:
-                check_room(node, sum(file.size for file in missing), self.plan.cache_free)
+                check_room(node, missing, self.plan.cache_free)
                 await check_files(client, self.plan.core, missing)
                 began = time.monotonic()
                 moved = await upload_files(client, node, missing, self.spawner, streams=streams)

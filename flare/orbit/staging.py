@@ -68,7 +68,7 @@ async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | 
         reporter.note(f"{zero.name} has the core in its cache already.")
         return
     size = sum(file.size for file in missing)
-    check_room(zero, size, staging.cache_free)
+    check_room(zero, missing, staging.cache_free)
     await check_files(client, core, missing)
     reporter.note(f"Uploading {len(missing)} files, {size:,} bytes, to {zero.name}.")
     began = time.monotonic()
@@ -122,17 +122,20 @@ async def stage_executable(
             await upload_files(client, node, missing, spawner, streams=1)
 
 
-def check_room(node: NodeEntry, size: int, cache_free: int) -> None:
+def check_room(node: NodeEntry, files: Sequence[Upload], cache_free: int) -> None:
     """Refuse an upload that the node's cache cannot take.
 
+    What another command brings meanwhile has its room already; if that one fails, the node itself refuses.
+
     Args:
-        size: bytes that it lacks.
+        files: what it lacks.
         cache_free: bytes that its cache can still take, with what it would evict for them.
 
     Raises:
         StorageError: with both sizes.
     """
-    if cache_free < size:
+    size = sum(file.size for file in files)
+    if cache_free < size and not any(file.arriving for file in files):
         raise StorageError(
             f"{size:,} bytes of the core are to be sent, but the cache of {node.name} has room for "
             f"{cache_free:,}, even with everything evicted that nobody uses (256 MiB of its disk stay free). "

@@ -12,7 +12,7 @@ import random
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flare.errors import (
@@ -57,6 +57,7 @@ class Upload:
         kind, name: in the node's cache.
         size: bytes.
         publisher: who signed it, if it is a core's primary: the node may hold another publisher's there.
+        arriving: another command brings it now, so that it may need no room of its own.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class Upload:
     name: str
     size: int
     publisher: str | None = None
+    arriving: bool = False
 
     @property
     def is_primary(self) -> bool:
@@ -88,7 +90,7 @@ async def missing_files(client: Client, files: Sequence[Upload], node: NodeEntry
         for file in files:
             reply = await session.request(Have(file.kind, file.name, file.size, publisher=file.publisher))
             if not reply.have:
-                missing.append(file)
+                missing.append(replace(file, arriving=reply.arriving))
     return missing
 
 

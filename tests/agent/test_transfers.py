@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from flare.errors import BusyError
-from flare.wire.messages import Put, PutDone, PutReply, Status, TransferProgress, TransferReply
+from flare.wire.messages import (
+    Have,
+    HaveReply,
+    Put,
+    PutDone,
+    PutReply,
+    Status,
+    TransferProgress,
+    TransferReply,
+)
 from tests.agent.transfer_world import (
     MIB,
     Gate,
@@ -152,6 +161,8 @@ def test_a_transfer_and_an_upload_of_one_core_become_one(
             async with asking(push, destination) as session:
                 progress = await session.receive(TransferProgress, timeout=60)
                 assert progress.waiting
+                there = await controller.ask(destination, Have("core", name, len(data)))
+                assert there == HaveReply(False, False, arriving=True)
                 async with controller.session(destination) as rest:  # the upload goes on meanwhile
                     await rest.request(replace(asked, ranges=((12 * MIB, 12 * MIB),)))
                     await rest.send_data(data[12 * MIB :])

@@ -209,7 +209,7 @@ OKS: dict[str, Check] = {
     ),
     "STAT": members(size=count, companions=listing(members(name=text, size=count))),
     "GET": members(length=count),
-    "HAVE": members({"verified": anything}, have=anything),
+    "HAVE": members({"verified": anything, "arriving": flag}, have=anything),
     "PUT": members({"already": anything, "arriving": flag}),
     "PUT done": members(bytes=count),
     "TRANSFER": members(bytes=count, seconds=number, verified=anything),

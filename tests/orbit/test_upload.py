@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,14 @@ from flare.orbit.client import Client
 from flare.orbit.controller import Controller
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.resolve import Core, resolve_local
+from flare.orbit.staging import check_room
 from flare.orbit.upload import Upload, core_uploads, missing_files, upload_files
 from flare.paths import Paths
 from flare.session import Session
 from flare.wire.messages import Have, HaveReply, Put, PutDone, PutReply
 from flare_workers.spawner import SpawnerHandle, start
 from tests.cores.making import MIB, pattern, write_core
+from tests.orbit.builders import node_entry
 from tests.orbit.fake_node import client_of, fake_node, say
 from tests.orbit.lab import Lab
 from tests.orbit.reporting import RecordingReporter
@@ -107,6 +110,15 @@ def test_two_uploads_of_one_core_become_one(orbit: Lab, tmp_path: Path, spawner:
     asyncio.run(scenario())
     [entry] = (orbit.folder / "maxwell/.cache/flare/cores").iterdir()
     assert (entry / "model/weights").read_bytes() == pattern(40 * MIB)
+
+
+def test_what_another_command_brings_needs_no_room(tmp_path: Path) -> None:
+    [file, *_] = core_uploads(core_of(tmp_path / "made"))
+    node = node_entry(1, "maxwell")
+    check_room(node, [file], file.size)
+    with pytest.raises(StorageError, match="but the cache of maxwell has room for"):
+        check_room(node, [file], file.size - 1)
+    check_room(node, [file, replace(file, arriving=True)], 0)
 
 
 def test_an_upload_goes_on_when_the_one_before_it_failed(

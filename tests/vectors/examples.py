@@ -120,6 +120,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.PairReply(FACTS, "10.100.0.2:40000", seed("node proof")),
     m.Have("core", f"{CORE.name}/{PACKAGE.files[0]}", PACKAGE.length, SIGNED_TRANSFER),
     m.HaveReply(True, verified=False),
+    m.HaveReply(False, arriving=True),
     m.Put("executable", "flare-0011223344556677", 1000),
     m.Put("core", f"{CORE.name}/{PACKAGE.files[0]}", PACKAGE.length, RANGES),
     m.Have("core", f"{CORE.name}/{PACKAGE.files[0]}", PACKAGE.length, publisher=PACKAGE.publisher),

@@ -139,19 +139,28 @@ class Get(Request[GetReply]):
 
 @dataclass(frozen=True, slots=True)
 class HaveReply(Message):
-    """Whether the cache holds the entry at that size, and whether it was verified."""
+    """Whether the cache holds the entry at that size, and whether it was verified.
+
+    Args:
+        arriving: it does not, but an upload or a transfer brings it now; a controller alone is told.
+    """
 
     have: bool
     verified: bool | None = None
+    arriving: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the members."""
-        return present({"have": self.have, "verified": self.verified})
+        return present({"have": self.have, "verified": self.verified, "arriving": self.arriving or None})
 
     @classmethod
     def parse(cls, reader: Reader) -> HaveReply:
         """Build the value from its members."""
-        return cls(reader.flag("have"), reader.flag("verified", default=None))
+        return cls(
+            have=reader.flag("have"),
+            verified=reader.flag("verified", default=None),
+            arriving=reader.flag("arriving", default=False),
+        )
 
 
 @dataclass(frozen=True, slots=True)
