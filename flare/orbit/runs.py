@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from flare.orbit.orbit_records import GroupDefinition, NodeEntry
 from flare.wire.messages import GroupReport, StatusReply
 
 RUNNING = "running"
+_LAUNCH_TIME = re.compile(r"-(\d{8}T\d{6}Z)-[0-9a-f]+\Z")  # as new_launch_id writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,13 @@ def collect_runs(answers: Sequence[Answer[StatusReply]]) -> list[Run]:
         ranks.sort(key=lambda rank: rank.report.rank)
         first = ranks[0].report
         runs.append(Run(launch, first.name, first.core, tuple(ranks), first.ranks))
-    return sorted(runs, key=lambda run: -run.uptime)
+    return sorted(runs, key=lambda run: (_launched_at(run.launch), -run.uptime))
+
+
+def _launched_at(launch: str) -> str:
+    """Return the UTC time that a launch's identifier ends with; those without one come first."""
+    found = _LAUNCH_TIME.search(launch)
+    return found[1] if found is not None else ""
 
 
 def select_runs(runs: Sequence[Run], selector: str | None) -> list[Run]:

@@ -70,6 +70,20 @@ def test_a_failed_rank_makes_the_run_failed_once_nothing_runs() -> None:
     assert only[0].to_json()["missing_ranks"] == [0]
 
 
+def test_the_oldest_launch_comes_first_however_long_it_ran() -> None:
+    times = {
+        "b": ("20261130T120000Z", 3.0),
+        "c": ("20261130T130000Z", 500.0),
+        "a-1": ("20261129T235959Z", 1.0),
+    }
+    groups = [
+        group_report(f"{name}-{time}-00ff", name=name, uptime=uptime)
+        for name, (time, uptime) in times.items()
+    ]
+    runs = collect_runs([answer(MAXWELL, groups=(*groups, group_report("odd")))])
+    assert [run.launch.split("-2026")[0] for run in runs] == ["odd", "a-1", "b", "c"]
+
+
 def test_runs_are_chosen_by_name_or_launch() -> None:
     runs = collect_runs(
         [answer(MAXWELL, groups=(group_report("a-1", name="a"), group_report("a-2", name="a", uptime=0)))]
