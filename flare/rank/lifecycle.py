@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -14,8 +14,10 @@ from typing import Final
 from flare.errors import CoreError, FlareError, IntegrityError, LocalProtocolError, TrustError
 from flare.printable import printable
 
-MAX_REASON: Final = 2000
-"""Characters; the agent reads status lines of at most 16 KiB."""
+MAX_REASON: Final = 1000
+"""Characters; the agent keeps 1024 of a reason, and adds what it knows itself."""
+MAX_LINE: Final = 300
+"""Characters of a further line of a reason."""
 
 
 class Phase(StrEnum):
@@ -130,7 +132,7 @@ class Lifecycle:
 
         Args:
             phase: must be allowed after the current one.
-            reason: why, as a clause for people; only its first line is kept.
+            reason: why, as a clause for people; of several lines `reason` keeps the first and the last ones.
             url: where the front can be reached, with `serving`.
             code: of the error, with `failed`.
 
@@ -141,8 +143,8 @@ class Lifecycle:
             raise LocalProtocolError(f"A rank cannot go from {self.phase} to {phase}.")
         self.phase = phase
         first, *more = reason.split("\n")
-        self.reason = printable(first)[:MAX_REASON]
-        self._say(f"{phase}: {self.reason} ({self.uptime:.1f} s)")
+        self.reason = _in_one_line(first, more)
+        self._say(f"{phase}: {printable(first)[:MAX_REASON]} ({self.uptime:.1f} s)")
         for line in more:
             self.remark(line)
         if self._status is None:
@@ -161,3 +163,21 @@ class Lifecycle:
     def remark(self, text: str) -> None:
         """Print a line that changes nothing."""
         self._say(printable(text))
+
+
+def _in_one_line(first: str, more: Sequence[str]) -> str:
+    """Return a reason's lines as one; where they are too many, those at the end, which say most."""
+    text = printable(first)[: MAX_REASON - len(" …")]
+    room = MAX_REASON - len(" …") - len(text)
+    told: list[str] = []
+    for line in reversed([line for line in map(_clean, more) if line]):
+        if room < len(line) + len(" / "):
+            text += " …"
+            break
+        room -= len(line) + len(" / ")
+        told.insert(0, line)
+    return f"{text} {' / '.join(told)}" if told else text
+
+
+def _clean(line: str) -> str:
+    return printable(line.strip())[:MAX_LINE]

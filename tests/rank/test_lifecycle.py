@@ -44,13 +44,32 @@ def test_an_agent_that_is_gone_does_not_end_the_rank() -> None:
     assert len(said) == 1
 
 
-def test_a_reason_of_several_lines_keeps_the_first_and_shows_all() -> None:
+def test_a_reason_of_several_lines_is_shown_as_such_and_told_as_one() -> None:
     said: list[str] = []
-    lifecycle = Lifecycle(said.append, clock=lambda: 0.0)
+    read_end, write_end = os.pipe()
+    lifecycle = Lifecycle(said.append, write_end, clock=lambda: 0.0)
     lifecycle.enter(Phase.FAILED, "the engine died\n  its last \x1b[31mwords")
     assert said == ["failed: the engine died (0.0 s)", "  its last \\x1b[31mwords"]
-    assert lifecycle.reason == "the engine died"
+    os.close(write_end)
+    with open(read_end) as pipe:
+        assert json.loads(pipe.read())["reason"] == "the engine died its last \\x1b[31mwords"
     assert lifecycle.ended
+
+
+def test_of_too_many_lines_the_last_ones_are_told() -> None:
+    def reason(text: str) -> str:
+        lifecycle = Lifecycle(lambda _: None, clock=lambda: 0.0)
+        lifecycle.enter(Phase.FAILED, text)
+        assert len(lifecycle.reason) <= MAX_REASON
+        return lifecycle.reason
+
+    assert reason("It died. Its last words:\n  one\n\n  two") == "It died. Its last words: one / two"
+    words = [f"line {number} " + "x" * 80 for number in range(40)]
+    told = reason("\n".join(["It died. Its last words:", *words]))
+    assert told.startswith("It died. Its last words: … line 3")
+    assert told.endswith(words[-1])
+    assert reason("It died.\n" + "x" * 5000) == "It died. " + "x" * 300
+    assert reason("y" * 5000 + "\nmore").startswith("y" * 900)
 
 
 def damage(message: str, file: str) -> IntegrityError:
@@ -83,7 +102,7 @@ def test_the_agent_hears_which_stored_core_is_damaged(problem: FlareError, damag
 def test_a_long_reason_fits_the_agents_line() -> None:
     lifecycle = Lifecycle(lambda _: None)
     lifecycle.enter(Phase.FAILED, "x" * 100_000)
-    assert len(lifecycle.reason) == MAX_REASON
+    assert MAX_REASON - 10 < len(lifecycle.reason) <= MAX_REASON
 
 
 @pytest.mark.parametrize("phase", list(Phase))
