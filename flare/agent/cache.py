@@ -337,8 +337,11 @@ class Cache:
         if place.entry is not None:
             (self.entry_folder(place.entry) / AGENT_MARKER).unlink(missing_ok=True)
 
-    def publish(self, arrived: Path, place: Place) -> None:
+    def publish(self, arrived: Path, place: Place, *, sync: bool = True) -> None:
         """Give a received file, whose data is on the disk, its name. Nothing is ever replaced.
+
+        Args:
+            sync: put the name on the disk, too; else the caller does it, for many.
 
         Raises:
             ConflictError: another file of that name came first and has another size.
@@ -350,8 +353,8 @@ class Cache:
             if place.entry is not None:
                 ensure_private_folder(place.folder)
             if place.entry is not None and place.digest:
-                self._link(arrived, self.paths.blobs, place.path)
-            self._link(arrived, place.folder, place.path)
+                self._link(arrived, self.paths.blobs, place.path, sync=sync)
+            self._link(arrived, place.folder, place.path, sync=sync)
         except OSError as problem:
             raise describe_os_error(problem, "Cannot publish") from None
         finally:
@@ -429,7 +432,7 @@ class Cache:
         """
         write_marker(self.entry_folder(entry) / name, marker)
 
-    def _link(self, source: Path, folder: Path, path: str) -> None:
+    def _link(self, source: Path, folder: Path, path: str, *, sync: bool = True) -> None:
         with parent_of(folder, path, create=True) as (descriptor, name):
             try:
                 os.link(source, name, dst_dir_fd=descriptor, follow_symlinks=False)
@@ -442,7 +445,8 @@ class Cache:
                     f"The cache {self.paths.cache} lies on a file system without hard links, which it needs. "
                     "Set XDG_CACHE_HOME to a folder on another one for this node's agent, and restart it."
                 ) from None
-            os.fsync(descriptor)
+            if sync:
+                os.fsync(descriptor)
 
     def _link_blob(self, place: Place) -> bool:
         """Link a blob into a core directory; return whether there was one."""

@@ -298,3 +298,30 @@ def test_no_page_is_left_behind(
     with stored.open("r+b") as file:
         assert cached_pages(file.fileno(), 16 * MIB) == 0
     push.same(pair[1], rank)
+
+
+def test_small_files_come_over_all_streams(
+    pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
+) -> None:
+    blob = random_bytes(MIB)
+    small = {f"model/{number % 3}/{number}.json": random_bytes(number * 1000) for number in range(40)}
+    files = {
+        **small,
+        f"{hashlib.sha256(blob).hexdigest()}.safetensors": blob,
+        "model/large": random_bytes(2 * MIB),
+    }
+    push = Push(controller, write_core(tmp_path / "core", files), pair[0], list(pair))
+
+    async def scenario() -> None:
+        await cut_off(push, pair[1], MIB // 2)
+        nothing_left(pair[1])
+        assert files_of(pair[1].paths.blobs) == set()
+        async with Gate(pair[0]) as gate:
+            push.through = gate.address
+            reply = await push.ask(pair[1], streams=3)
+            assert gate.connections == 3
+        stored = sum(map(len, files.values()))
+        assert stored < reply.bytes < stored + 100_000
+
+    drive(scenario())
+    push.same(pair[1])

@@ -1,39 +1,38 @@
 """One transfer from beginning to end: what is here, what is missing, fetch it, publish it, mark it.
 
-The primary's header, index and digest table come first: they say what is to be checked, and how. Then one
-file at a time, each over all streams; the primary last, so that a directory that has one has the others too.
+The primary's header, index and digest table come first: they say what is to be checked, and how. Then the
+small files, each over one stream, and larger ones over all streams, one at a time; the primary last, so that
+a directory that has one has the others too.
 The marker is written when every wanted byte was checked and is on the disk, and never before.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
 import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flare.agent.cache import PART_MARKER, Entry, Place
 from flare.agent.file_requests import worker_failure
-from flare.agent.folders import delete
 from flare.agent.node import Node
 from flare.agent.room import Reservation
-from flare.agent.transfers.holding import speaks_of
 from flare.agent.transfers.partial import Partial, kept_bytes
 from flare.agent.transfers.plan import Plan, WantedFile, check_primary, make_plan
-from flare.agent.transfers.receiving import Receiver
+from flare.agent.transfers.receiving import Receiver, worst_of
 from flare.agent.transfers.route import Route
 from flare.agent.transfers.running import Progress
-from flare.agent.transfers.stock import Stock
+from flare.agent.transfers.shelf import Shelf
+from flare.agent.transfers.stock import Found, Stock
 from flare.agent.transfers.waiting import in_thread, settled
-from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile, Marker, read_marker
+from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
 from flare.errors import (
-    BusyError,
     ConflictError,
     CoreError,
     FlareError,
@@ -45,6 +44,7 @@ from flare.errors import (
 from flare.files import describe_os_error
 from flare.trust.grants import Package
 from flare.wire.messages import FileRanges, TransferReply
+from flare_workers.blocks import BLOCK_SIZE
 from flare_workers.jobs import CORRUPT, Hash, WorkerError
 from flare_workers.ranges import Ranges
 
@@ -89,10 +89,9 @@ class Intake:
         self._folder = node.cache.entry_folder(order.entry)
         self._receiver = Receiver(node, order.route, progress)
         self._stock = Stock(node.cache, order.entry, order.package)
+        self._shelf = Shelf(node.cache, order.entry, order.package, self._stock)
         self._lent: dict[str, Place] = {}
-        self._marks: dict[str, MarkedFile] = {}
-        self._blobs: set[str] = set()  # that this transfer brought
-        self._fetched = False
+        self._new: set[str] = set()  # files of which nothing is here
         self._exchanging = False  # the primary there is another publisher's, over the same index
 
     async def run(self) -> TransferReply:
@@ -112,15 +111,13 @@ class Intake:
                     raise describe_os_error(problem, "Cannot keep the core in the cache") from problem
             except IntegrityError as problem:
                 await in_thread(self._forget_partials)
-                removed = await self._remove_entry()
-                await in_thread(self._forget_blobs)
-                if not removed:
+                if not await self._shelf.remove():
                     raise IntegrityError(f"{problem.message} {_STAYS}") from None
                 raise
             except BaseException as problem:
                 if isinstance(problem, StorageError):
                     await in_thread(self._forget_partials)
-                await self._leave()
+                await self._shelf.leave(take_back=not self._order.resume)
                 raise
             finally:
                 self._stock.close()
@@ -130,51 +127,32 @@ class Intake:
             bytes=self._progress.transferred, seconds=time.monotonic() - began, verified=True
         )
 
-    async def _leave(self) -> None:
-        """Take back what came, or say what of it is verified where somebody else has files there."""
-        doomed = None
-        if not self._order.resume:
-            doomed = self._cache.take_unfinished(self._order.entry, self._stock.brought, own_pins=1)
-        if doomed is not None:
-            await in_thread(delete, doomed)
-        elif self._marks:
-            with contextlib.suppress(FlareError):  # the failure that ended the transfer says more
-                await in_thread(self._mark, PART_MARKER)
-        await in_thread(self._forget_blobs)
-
-    async def _remove_entry(self) -> bool:
-        """Remove the core directory; return False where somebody else uses it: then it is unverified."""
-        try:
-            # The check and the renaming happen without an await, so that no pin can come in between.
-            doomed = self._cache.take_damaged(self._folder, None, own_pins=1)
-        except BusyError:
-            return False
-        if doomed is not None:
-            await in_thread(delete, doomed)
-        return True
-
     async def _carry_out(self) -> None:
         await in_thread(self._stock.read)
         head, primary, table = await self._primary()
         try:
             package, entry = self._order.package, self._order.entry
             plan = await in_thread(make_plan, primary, table, package, entry.rank, self._order.asked)
-            missing = {file.path: await self._missing(file) for file in plan.companions}
-            missing[plan.primary.path] = (
-                await self._missing(plan.primary) if head is None else await self._lack(plan.primary)
-            )
+            missing = await self._all_missing(plan, new_primary=head is not None)
             with await self._make_room(plan, missing) as room:
+                small = [
+                    file for file in plan.companions if file.path in self._new and file.size <= BLOCK_SIZE
+                ]
+                await self._fetch_small(small, room)
                 for file in plan.files:
                     wanted = missing[file.path]
-                    if wanted is None:
+                    if wanted is None or file.path in self._shelf.marks:
                         continue
                     partial, head = (head, None) if file is plan.primary else (None, head)
+                    if file is plan.primary:
+                        await in_thread(self._shelf.sync)
                     await self._fetch(file, wanted, partial, room)
         except BaseException as problem:
             if head is not None:
                 await in_thread(head.close, keep=_may_keep(problem))
             raise
-        await in_thread(self._mark, AGENT_MARKER if plan.complete else PART_MARKER)
+        await in_thread(self._shelf.sync)
+        await in_thread(self._shelf.mark, AGENT_MARKER if plan.complete else PART_MARKER)
 
     # -- what is here ----------------------------------------------------------------------------
 
@@ -228,25 +206,38 @@ class Intake:
                 raise type(problem)(sentence) from None
             raise
 
-    async def _missing(self, file: WantedFile) -> Ranges | None:
-        """Return what is to be fetched of a file; None when the directory's file holds all that is wanted.
+    async def _all_missing(self, plan: Plan, *, new_primary: bool) -> dict[str, Ranges | None]:
+        """Return what is to be fetched of each file; None when the directory's file holds all that is wanted.
+
+        Args:
+            new_primary: whether the primary comes anew, whatever lies there.
 
         Raises:
-            ConflictError: a file of that name has another size.
-            IntegrityError: its bytes are not the signed ones.
+            ConflictError: a file has another size.
+            IntegrityError: bytes are not the signed ones.
         """
+        files = plan.companions if new_primary else plan.files
+        found = await in_thread(lambda: [self._stock.look(file) for file in files])
+        missing = {
+            file.path: await self._missing(file, here) for file, here in zip(files, found, strict=True)
+        }
+        if new_primary:
+            lent = Found(None) if self._exchanging else await in_thread(self._stock.lent, plan.primary)
+            missing[plan.primary.path] = self._lack(plan.primary, lent)
+        return missing
+
+    async def _missing(self, file: WantedFile, here: Found) -> Ranges | None:
         place = self._stock.place(file.path)
-        size = await in_thread(self._stock.find, file.path, file.wanted)
-        if size is None:
-            return await self._lack(file)
-        if size != file.size:
+        if here.size is None:
+            return self._lack(file, here)
+        if here.size != file.size:
             raise self._conflict(file.path)
-        marked = await in_thread(self._stock.marked, file.path)
-        if marked is not None:
-            has = Ranges.whole(file.covered) if marked.ranges is None else Ranges.of(marked.ranges)
+        if here.marked is not None:
+            ranges = here.marked.ranges
+            has = Ranges.whole(file.covered) if ranges is None else Ranges.of(ranges)
             if not has.covers(file.wanted):
                 return file.wanted.difference(has)
-            self._marks[file.path] = marked
+            self._shelf.marks[file.path] = here.marked
             self._progress.verified += file.wanted.total
             return None
         descriptor = self._cache.open(place)
@@ -255,16 +246,16 @@ class Intake:
             await self._digest(file, file.wanted, descriptor)
         finally:
             os.close(descriptor)
-        self._marks[file.path] = MarkedFile(stamp, file.marked_ranges)
+        self._shelf.marks[file.path] = MarkedFile(stamp, file.marked_ranges)
         return None
 
-    async def _lack(self, file: WantedFile) -> Ranges:
+    def _lack(self, file: WantedFile, here: Found) -> Ranges:
         """Return what is to be fetched of a file that is not there: all but what another directory lends."""
-        lent = await in_thread(self._stock.lend, file)
-        if lent is None:
-            return file.wanted
-        self._lent[file.path], has = lent
-        return file.wanted.difference(has)
+        if here.lender is None:
+            self._new.add(file.path)
+        else:
+            self._lent[file.path] = self._stock.borrow(here.lender, file.path)
+        return file.wanted.difference(here.lent)
 
     def _conflict(self, path: str) -> ConflictError:
         return ConflictError(
@@ -332,7 +323,35 @@ class Intake:
 
     # -- what is missing -------------------------------------------------------------------------
 
-    async def _open_partial(self, path: str, size: int) -> Partial:
+    async def _fetch_small(self, files: Sequence[WantedFile], room: Reservation) -> None:
+        """Bring new files of one block at most, a stream for each: they are over before others could help."""
+        waiting = iter(files)
+
+        async def work(stream: int) -> None:
+            for file in waiting:
+                partial = await self._open_partial(file.path, file.size, resume=False)
+                try:
+                    with room.filling(partial.descriptor, file.wanted.total):
+                        await self._receiver.receive_small(file, partial, stream)
+                        await in_thread(self._place_small, file, partial)
+                finally:
+                    await in_thread(partial.discard)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for stream in range(min(self._receiver.streams, len(files))):
+                    group.create_task(work(stream))
+        except BaseExceptionGroup as problems:
+            raise worst_of(problems) from None
+
+    def _place_small(self, file: WantedFile, partial: Partial) -> None:
+        """Publish a file whose one block was checked, and is on the disk."""
+        digest = file.digests or hashlib.sha256().digest()
+        if self._stock.place(file.path).digest:
+            _check_name(file.path, digest)
+        self._shelf.publish(file, partial, FileStamp.of(os.fstat(partial.descriptor)))
+
+    async def _open_partial(self, path: str, size: int, *, resume: bool | None = None) -> Partial:
         return await in_thread(
             Partial,
             self._cache,
@@ -340,7 +359,7 @@ class Intake:
             path,
             size,
             index_sha256=self._order.package.index_sha256,
-            resume=self._order.resume,
+            resume=self._order.resume if resume is None else resume,
         )
 
     async def _fetch(
@@ -365,13 +384,16 @@ class Intake:
                 rest = await self._go_on(file, partial, missing)
                 await self._receiver.receive(file, partial, rest)
                 stamp = await self._settle(file, partial)
-                self._fetched = True
-                await self._publish(file, partial, tops_up)
+                if self._exchanging and file.path == self._order.package.files[0]:
+                    await self._shelf.replace(file, partial, stamp, own_pins=1)
+                elif tops_up:
+                    await self._shelf.replace(file, partial, stamp, own_pins=None)
+                else:
+                    await in_thread(self._shelf.publish, file, partial, stamp)
         except BaseException as problem:
             await in_thread(partial.close, keep=_may_keep(problem))
             raise
         await in_thread(partial.discard)
-        self._marks[file.path] = MarkedFile(stamp, file.marked_ranges)
 
     async def _copy_lent(self, file: WantedFile, partial: Partial, missing: Ranges) -> Ranges:
         """Begin with what another directory lends; return what is missing then."""
@@ -416,53 +438,24 @@ class Intake:
         """Put a file on the disk; check the name of one that is named by its digest."""
         try:
             if self._stock.place(file.path).digest:
-                found = await self._node.digest(partial.descriptor, file.path, file.size)
-                if f"{found.hex()}.safetensors" != file.path:
-                    raise IntegrityError(
-                        f"{file.path} arrived with the SHA-256 {found.hex()}, which is not what its name "
-                        "says. The core was removed; export it again."
-                    )
+                _check_name(file.path, await self._node.digest(partial.descriptor, file.path, file.size))
             else:
                 await self._receiver.sync(file.path, partial)
         except WorkerError as problem:
             raise worker_failure(problem) from None
         return FileStamp.of(os.fstat(partial.descriptor))
 
-    async def _publish(self, file: WantedFile, partial: Partial, tops_up: bool) -> None:
-        place = self._stock.place(file.path)
-        exchanges = self._exchanging and file.path == self._order.package.files[0]
-        if tops_up or exchanges:
-            await self._cache.replace(partial.location, place, own_pins=1 if exchanges else None)
-        else:
-            self._cache.begin_writing(place)
-            if place.digest:
-                self._blobs.add(file.path)
-            await in_thread(self._cache.publish, partial.location, place)
-        there = (self._folder / file.path).stat()
-        if there.st_ino != os.fstat(partial.descriptor).st_ino:
-            raise ConflictError(f"Somebody else sent {file.path} at the same time. Push it again.")
-        if not tops_up and not exchanges:
-            self._stock.brought.add(file.path)
-
-    def _mark(self, name: str) -> None:
-        """Write a marker, unless the one that is there says as much already."""
-        there = read_marker(self._folder / name)
-        package = self._order.package
-        if there is not None and speaks_of(there, package):
-            same = all(there.files.get(path) == mark for path, mark in self._marks.items())
-            if same and not self._fetched:
-                return
-            marks = {path: mark for path, mark in there.files.items() if there.holds_for(self._folder, path)}
-            self._marks = {**marks, **self._marks}
-        marker = Marker(package.index_sha256, self._marks, package.publisher)
-        self._cache.mark(self._order.entry, marker, name)
-
-    def _forget_blobs(self) -> None:
-        for name in self._blobs:
-            self._cache.drop_blob(name)
-
     def _forget_partials(self) -> None:
         shutil.rmtree(self._cache.resuming / str(self._order.entry), ignore_errors=True)
+
+
+def _check_name(path: str, digest: bytes) -> None:
+    """Refuse a file that is named by another digest than its own."""
+    if f"{digest.hex()}.safetensors" != path:
+        raise IntegrityError(
+            f"{path} arrived with the SHA-256 {digest.hex()}, which is not what its name says. The core was "
+            "removed; export it again."
+        )
 
 
 def _may_keep(problem: BaseException) -> bool:

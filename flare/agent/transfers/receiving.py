@@ -37,6 +37,11 @@ class Receiver:
         self._progress = progress
         self._streams = [Stream(node, route, number) for number in range(route.streams)]
 
+    @property
+    def streams(self) -> int:
+        """How many there are."""
+        return len(self._streams)
+
     async def close(self) -> None:
         """End every connection."""
         for stream in self._streams:
@@ -75,7 +80,7 @@ class Receiver:
         """
         if not missing.runs:
             return
-        shares = missing.shares(len(self._streams))
+        shares = missing.shares(self.streams)
         done = [0] * len(shares)
         keeping = None
         if partial.journal is not None:
@@ -95,6 +100,21 @@ class Receiver:
                 keeping.cancel()
                 await settled(keeping)
 
+    async def receive_small(self, file: WantedFile, partial: Partial, stream: int) -> None:
+        """Receive a file over one stream, and put it on the disk; nobody else may use that stream meanwhile.
+
+        Args:
+            stream: its number, from 0.
+
+        Raises:
+            FlareError: why it failed.
+        """
+        try:
+            tell = self._teller([0], 0)
+            await self._receive_share(file, partial, file.wanted, (0, 1), tell, small_over=stream)
+        except StorageError as problem:
+            raise self._with_rest(problem) from None
+
     def _teller(self, done: list[int], number: int) -> Callable[[int], None]:
         def tell(count: int) -> None:
             new = max(count - done[number], 0)
@@ -111,6 +131,7 @@ class Receiver:
         share: Ranges,
         which: tuple[int, int],
         tell: Callable[[int], None],
+        small_over: int | None = None,
     ) -> None:
         number, count = which
         base = 0
@@ -123,9 +144,10 @@ class Receiver:
                 size=file.covered,
                 digests=file.digests,
                 file_offset=file.start,
+                sync=small_over is not None,
                 stall_timeout=self._node.settings.agent.stall_timeout,
             )
-            await self._streams[number].receive(
+            await self._streams[number if small_over is None else small_over].receive(
                 job,
                 file.path,
                 file.on_disk(piece),
@@ -146,14 +168,16 @@ class Receiver:
         keeping: asyncio.Task[None] | None,
     ) -> BaseException:
         """Return the failure that says most; what was verified before it is kept, where that is wanted."""
-        found = list(_leaves(problems))
-        problem = min(found, key=lambda each: not isinstance(each, IntegrityError))
+        problem = worst_of(problems)
         if isinstance(problem, StorageError):
-            left = (self._progress.total or 0) - self._progress.transferred
-            return StorageError(f"{problem.message} {left} bytes of the whole transfer are still missing.")
+            return self._with_rest(problem)
         if not isinstance(problem, IntegrityError):
             await self._last_record(file, partial, shares, done, keeping)
         return problem
+
+    def _with_rest(self, problem: StorageError) -> StorageError:
+        left = (self._progress.total or 0) - self._progress.transferred
+        return StorageError(f"{problem.message} {left} bytes of the whole transfer are still missing.")
 
     # -- the journal -----------------------------------------------------------------------------
 
@@ -201,6 +225,11 @@ class Receiver:
         await settled(keeping)
         with contextlib.suppress(FlareError):  # the failure that ended the transfer says more
             await self._record(file, partial, shares, done)
+
+
+def worst_of(problems: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the one of several failures that says most."""
+    return min(_leaves(problems), key=lambda each: not isinstance(each, IntegrityError))
 
 
 def _leaves(problems: BaseExceptionGroup[BaseException]) -> list[BaseException]:

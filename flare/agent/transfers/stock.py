@@ -7,6 +7,7 @@ directory has of a file is copied into the file on its way, and never linked und
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from flare.agent.cache import PART_MARKER, Cache, Entry, Place
 from flare.agent.inventory import Signed, name_primary
@@ -16,6 +17,23 @@ from flare.agent.transfers.waiting import in_thread
 from flare.cores.marker import AGENT_MARKER, MarkedFile, Marker, read_marker
 from flare.trust.grants import Package
 from flare_workers.ranges import Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is here of one file.
+
+    Args:
+        size: of the file in the directory; None when it is not there.
+        marked: what was verified of that one.
+        lender: another directory that has a part of it, verified, when it is not there.
+        lent: which of the wanted bytes.
+    """
+
+    size: int | None
+    marked: MarkedFile | None = None
+    lender: Entry | None = None
+    lent: Ranges = field(default_factory=Ranges)
 
 
 class Stock:
@@ -110,18 +128,26 @@ class Stock:
         found = (marker.holds_for(self._folder, path) for marker in self._markers)
         return next((marked for marked in found if marked is not None), None)
 
-    def lend(self, file: WantedFile) -> tuple[Place, Ranges] | None:
-        """Return which part of a file another directory has, verified; it stays until `close`."""
-        best: tuple[Entry, Ranges] | None = None
+    def look(self, file: WantedFile) -> Found:
+        """Return what is here of a file, linked into the directory now if another place has it. Blocks."""
+        size = self.find(file.path, file.wanted)
+        if size is not None:
+            return Found(size, self.marked(file.path))
+        return self.lent(file)
+
+    def lent(self, file: WantedFile) -> Found:
+        """Return what another directory has of a file, as if the directory itself had nothing. Blocks."""
+        best = Found(None)
         for other, marker in self._lenders:
             marked = marker.holds_for(self._cache.entry_folder(other), file.path)
             if marked is None or marked.ranges is None:
                 continue
             has = Ranges.of(marked.ranges).intersection(file.wanted)
-            if has.runs and (best is None or has.total > best[1].total):
-                best = (other, has)
-        if best is None:
-            return None
-        other, has = best
-        self._held.enter_context(self._cache.pinned(str(other)))
-        return self._cache.place("core", f"{other}/{file.path}"), has
+            if has.runs and has.total > best.lent.total:
+                best = Found(None, lender=other, lent=has)
+        return best
+
+    def borrow(self, lender: Entry, path: str) -> Place:
+        """Return where a lender has a file; it stays until `close`."""
+        self._held.enter_context(self._cache.pinned(str(lender)))
+        return self._cache.place("core", f"{lender}/{path}")
