@@ -71,7 +71,7 @@ def run_agent(paths: Paths, options: AgentOptions) -> None:
         FlareError: what is wrong with the settings, the key, or the cache.
     """
     settings = Settings.load(paths)
-    host, port = parse_listen(options.listen or settings.agent.listen)
+    host, port = parse_listen(settings.agent.listen if options.listen is None else options.listen)
     name = check_name(options.name, "node name") if options.name is not None else default_name()
     become_subreaper()
     with contextlib.closing(start()) as spawner, AgentLock(paths.agent_folder / "lock") as lock:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 @click.group(invoke_without_command=True, context_settings=CONTEXT)
 @click.option(
-    "--listen", metavar="ADDR", help="Address and port, or a port; default [::]:29900. Port 0: any free one."
+    "--listen",
+    metavar="ADDR",
+    help="Address and port, or a port; default: config.toml's, or [::]:29900. Port 0: any free one.",
 )
 @click.option("--name", metavar="NAME", help="The node's name; default: the host name.")
 @click.option("--accept-first", is_flag=True, help="Accept the first controller that connects, for 24 hours.")
@@ -104,7 +106,9 @@ def install(
         raise UsageError(
             "--join-code and --accept-first exclude each other: the first proves, the second trusts."
         )
-    listen = listen or Settings.load(paths).agent.listen
+    settings = Settings.load(paths)
+    if listen is None:
+        listen = settings.agent.listen
     parse_listen(listen)
     options = ["--listen", listen]
     if name is not None:
@@ -175,7 +179,7 @@ def reset() -> None:
 def pair(hosts: tuple[str, ...], code: str | None, name: str | None, as_json: bool) -> None:
     """Pair nodes with this host's controller key; needs no cluster and makes none.
 
-    The same as `flare orbit pair`, for a host that runs `flare run --hosts`.
+    The same as `flare orbit pair`.
     """
     from flare.cli.orbit_pair import pair_hosts
 

@@ -20,7 +20,7 @@ _OPTIONS: dict[str, tuple[str | None, str]] = {
     "--max-concurrency": ("N", "Requests that run at once; more of them queue."),
     "--context-length": ("TOKENS", "Tokens of one request, prompt and answer together."),
     "--threads": ("N", "CPU threads of each rank's engine."),
-    "--memory-limit": ("SIZE", "Memory that each rank's engine may take, such as 24GiB."),
+    "--memory-limit": ("SIZE", "Memory that each rank's context is planned for, such as 24GiB."),
     "--drain-timeout": ("SECONDS", "What running requests get when the group stops (default 120)."),
     "--api-key-file": ("FILE", "File on rank zero's host with the key that clients must send."),
     "--served-name": ("NAME", "The model's name in the HTTP interface."),

@@ -64,7 +64,7 @@ def test_every_serving_option_is_offered() -> None:
         (("core", "--rendezvous", "h:1"), 2, "--rank and --rendezvous belong together"),
         (("--rank", "1", "--rendezvous", "h:"), 2, "a port is missing"),
         (("/gone.safetensors",), 11, "There is no core at /gone.safetensors"),
-        (("org/model",), 11, "use `flare orbit run`"),
+        (("org/model",), 11, "this version takes files of this machine alone. Download the model"),
         (("core", "--port", "x"), 2, "--port takes a whole number"),
         (("core", "--engine-arg=--tools"), 2, "--allow-unsafe-engine-args"),
         (("core", "--frobnicate"), 2, "No such option"),
