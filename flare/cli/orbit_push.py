@@ -55,7 +55,7 @@ def push(core: str, to: str, roce_ring: bool, roce_chain: bool, as_json: bool, *
     request = plan_request(
         controller.orbit,
         core,
-        parse_names(to),
+        parse_names(to, "--to"),
         ring=roce_ring,
         chain=roce_chain,
         streams=options["transfer_streams"],

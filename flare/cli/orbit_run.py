@@ -80,7 +80,7 @@ def run(core: str | None, dry_run: bool, detach: bool, as_json: bool, **argument
         controller.orbit,
         RunOptions(
             core=core,
-            nodes=parse_names(nodes) if nodes is not None else (),
+            nodes=parse_names(nodes, "--nodes") if nodes is not None else (),
             gpus=parse_indices(gpus) if gpus is not None else None,
             serving=words,
             **arguments,

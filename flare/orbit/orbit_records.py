@@ -19,6 +19,7 @@ from flare.limits import MAX_STREAMS
 from flare.orbit.toml_text import line_of
 from flare.paths import check_name
 from flare.printable import printable
+from flare.session.addresses import parse_address
 from flare.trust.signed import SignedRecord
 
 _RECORD_KEYS = ("body", "signer", "signature")
@@ -369,6 +370,10 @@ class _Reading:
             except FlareError as problem:
                 self.complain("node", index, "public_key", f"public_key of {where}: {problem.message}")
                 continue
+            try:
+                parse_address(address)
+            except FlareError as problem:
+                self.complain("node", index, "address", f"address of {where}: {problem.message}")
             if entry.fingerprint != printed:
                 self.complain(
                     "node",

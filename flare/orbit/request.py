@@ -87,17 +87,17 @@ def plan_request(orbit: OrbitFile, options: RunOptions) -> LaunchRequest:
     cabled = options.roce_ring or options.roce_chain  # either word replaces what the saved group says
     definition = replace(
         base,
-        core=options.core or base.core,
+        core=_first(options.core, base.core),
         nodes=options.nodes or base.nodes,
         gpus=base.gpus if options.gpus is None else options.gpus,
         roce_ring=options.roce_ring if cabled else base.roce_ring,
         roce_chain=options.roce_chain if cabled else base.roce_chain,
         transfer_streams=options.transfer_streams or base.transfer_streams,
-        executable=_absolute_path(options.executable or base.executable),
+        executable=_absolute_path(_first(options.executable, base.executable)),
         publisher_keys=tuple(
             str(_absolute_path(path)) for path in options.publisher_keys or base.publisher_keys
         ),
-        trust_store=_absolute_path(options.trust_store or base.trust_store),
+        trust_store=_absolute_path(_first(options.trust_store, base.trust_store)),
     )
     assert definition.core is not None, "a core was given or saved"
     reference = parse_reference(definition.core)
@@ -186,6 +186,11 @@ def _absolute(reference: CoreReference) -> str:
     return str(reference)
 
 
+def _first(given: str | None, saved: str | None) -> str | None:
+    """What the command line says, or else the saved group; an empty word is no leave to choose."""
+    return saved if given is None else given
+
+
 def _absolute_path(path: str | None) -> str | None:
     """The path as a saved group keeps it, so that it means the same file from every folder."""
     return None if path is None else str(Path.cwd() / Path(path).expanduser())
@@ -203,6 +208,16 @@ def parse_indices(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def parse_names(text: str) -> tuple[str, ...]:
-    """Return the node names of "maxwell,hertz"."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def parse_names(text: str, option: str) -> tuple[str, ...]:
+    """Return the node names of "maxwell,hertz".
+
+    Args:
+        option: what they were given with, such as "--nodes".
+
+    Raises:
+        UsageError: there is none; an empty variable must not mean every node.
+    """
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise UsageError(f'{option} takes node names such as maxwell,hertz, not "{text}".')
+    return names

@@ -210,8 +210,9 @@ def _unreachable(
             "Check the fabric interface, then run the command again."
         )
     if problem.errno in _NO_ROUTE:
+        within = f" within {timeout:.0f} s" if problem.errno == errno.ETIMEDOUT else ""
         return UnreachableError(
-            f"{name} cannot be reached within {timeout:.0f} s ({problem.strerror}). "
+            f"{name} cannot be reached{within} ({problem.strerror}). "
             "Check that the host is up, the network between, and its firewall."
         )
     return UnreachableError(

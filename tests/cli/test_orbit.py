@@ -200,6 +200,7 @@ def test_run_refuses_before_it_asks_anybody(flare: Flare, tmp_path: Path) -> Non
         ((), 2, "Name a core, or a saved group with --name"),
         (("ORG/NAME",), 5, "is not in the controller set"),
         (("/x.safetensors", "--gpus", "one"), 2, "--gpus takes device indices"),
+        (("/x.safetensors", "--nodes", ""), 2, "--nodes takes node names such as maxwell,hertz"),
         (("/x.safetensors", "--max-concurrency", "0"), 2, "--max-concurrency takes a whole number"),
         (("/x.safetensors", "--engine-arg=--tools"), 2, "--tools"),
         (("nobody:relative",), 2, "needs an absolute path"),

@@ -293,6 +293,10 @@ WRONG = {
         '[[node]]\nname = "a"\nfingerprint = "x"\naddress = "a:1"\npublic_key = "zz"\n',
         r"orbit\.toml:5: public_key of node a: A public key is written as 64 hex digits",
     ),
+    "bad address": (
+        node_text(1, "maxwell") + node_text(2, "hertz").replace("hertz:29900", "hertz:abc"),
+        r"orbit\.toml:10: address of node hertz: \"hertz:abc\" is no address: a port is a number",
+    ),
     "bad node name": ('[[node]]\nname = "-a"\n', r"orbit\.toml:2: \"-a\" is no node name"),
     "name of wrong kind": (
         "[[node]]\nname = 3\n",

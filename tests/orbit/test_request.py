@@ -128,7 +128,10 @@ def test_a_saved_group_that_says_what_cannot_be_is_named() -> None:
 
 def test_lists_on_the_command_line() -> None:
     assert parse_indices("0, 2") == (0, 2)
-    assert parse_names("maxwell, hertz,") == ("maxwell", "hertz")
+    assert parse_names("maxwell, hertz,", "--nodes") == ("maxwell", "hertz")
+    for nobody in ("", " ", ","):
+        with pytest.raises(UsageError, match="--to takes node names such as maxwell,hertz"):
+            parse_names(nobody, "--to")
     for wrong in ("", "a", "-1", "0,,1"):
         with pytest.raises(UsageError, match="--gpus takes device indices"):
             parse_indices(wrong)
