@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -259,7 +260,7 @@ def test_a_node_whose_spawner_was_killed_says_so(
     wait_for(lambda: not psutil.pid_exists(spawner.pid), what="collecting it")
     name = drive(controller.ask(pair[which], Status())).name
     sentence = f"Node {name} moves no bytes any more: .* `systemctl --user restart flare-agent`"
-    with pytest.raises(TransferError, match=f"from hertz: .*{sentence}"):
+    with pytest.raises(TransferError, match=f"from hertz .*: .*{sentence}"):
         drive(push.ask(pair[1]))
     for request in (Get(str(push.path), 0, 9), Put(kind="core", name=f"{push.entry()}/x", size=9)):
         with pytest.raises(TransferError, match=sentence):
@@ -280,7 +281,7 @@ def test_a_stream_that_stalls(new_agent: Callable[..., Agent], controller: Peer,
         async with Gate(source, limit=4 * MIB) as gate:
             push.through = gate.address
             with pytest.raises(
-                TransferError, match=r"Stream [1-4]/4 of .* from hertz: nothing moved for 1 s"
+                TransferError, match=r"Stream [1-4]/4 of .* from hertz \(link .*\): nothing moved for 1 s"
             ):
                 await push.ask(destination)
 
@@ -292,9 +293,8 @@ def test_the_source_cannot_be_reached(pair: tuple[Agent, Agent], controller: Pee
     source, destination = pair
     push = a_push(pair, controller, tmp_path, MIB)
     source.stop()
-    with pytest.raises(
-        UnreachableError, match=r"from hertz: hertz \(127\.0\.0\.1:\d+\) refused the connection"
-    ):
+    link = r"link hertz 127\.0\.0\.1:\d+ -> node1 127\.0\.0\.1:\d+"
+    with pytest.raises(UnreachableError, match=rf"from hertz \({link}\): hertz \(.*\) refused the conn"):
         drive(push.ask(destination))
     nothing_left(destination)
 
@@ -319,7 +319,14 @@ def test_a_fabric_link_that_is_down_is_not_gone_around(
     (agents[2].paths.cores / str(push.entry()) / ".verified").unlink()
     for file in push.folder(agents[2]).iterdir():
         file.unlink()
-    with pytest.raises(UnreachableError, match=r"from hertz: node1 \(127\.1\.2\.3:\d+\): node0 .* refused"):
+    first = r"link node0 127\.1\.1\.2 -> node1 127\.1\.2\.1, rail 0"
+    second = r"link node1 127\.1\.2\.3 -> node2 127\.1\.3\.2, rail 0"
+    passing = rf"Passing packed\.safetensors on from node0 to node2 \({first}\): node0 .* refused"
+    with pytest.raises(UnreachableError, match=rf"from hertz over node1 \({second}\): .*{passing}"):
+        drive(push.ask(agents[2]))
+    assert re.search(passing, agents[1].log()), "the relay's log has it, too"
+    agents[1].stop()
+    with pytest.raises(UnreachableError, match=rf"from hertz over node1 \({second}\): node1 .* refused"):
         drive(push.ask(agents[2]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +60,7 @@ def test_a_worker_is_killed(
             os.kill(workers(pair[which], title)[0], signal.SIGKILL)
             await asyncio.sleep(0.1)
             gate.open()
-            with pytest.raises(TransferError, match=f"Stream [1-4]/4 of .* from hertz: {words}"):
+            with pytest.raises(TransferError, match=f"Stream [1-4]/4 of .* from hertz .*: {words}"):
                 await asked
         push.through = None
         nothing_left(pair[1])
@@ -83,14 +84,18 @@ def test_a_relay_is_killed(new_agent: Callable[..., Agent], controller: Peer, tm
         asked = asyncio.create_task(push.ask(agents[2], streams=2))
         await until(lambda: bool(workers(agents[2], "receive packed.safetensors 2/2 from hertz")))
         assert workers(agents[1], "relay packed.safetensors from node0 to node2")
+        assert workers(agents[0], "send packed.safetensors to node2 over node1")
         agents[1].stop(signal.SIGKILL)
-        with pytest.raises(FlareError, match=r"Stream [12]/2 of "):
+        link = r"link node1 127\.1\.2\.3 -> node2 127\.1\.3\.2, rail 0"
+        with pytest.raises(FlareError, match=rf"Stream [12]/2 of .* from hertz over node1 \({link}\): "):
             await asked
 
     drive(scenario())
     nothing_left(agents[2])
     # Neither end holds on to anything: what was sent went with the relay.
     drive(asyncio.wait_for(until(lambda: not workers(agents[0], "send")), 60))
+    link = r"link node0 127\.1\.1\.2 -> node1 127\.1\.2\.1, rail 0"
+    assert re.search(rf"Sending packed\.safetensors to node2 over node1 \({link}\): ", agents[0].log())
 
 
 def test_several_destinations_at_once(

@@ -37,14 +37,20 @@ def test_a_relay_that_gives_up_keeps_no_socket(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(serving, "own_hello", lambda _: None)
     link = SimpleNamespace(from_socket=("127.0.0.1", 1), to_socket=("127.0.0.1", 2))
     member = SimpleNamespace(name="before", public_key=b"")
-    hop: Any = SimpleNamespace(upstream=member, upstream_link=link, requester=member)
+    links = (((), (link,), ()), ((), (), (link,)), ((), (), ()))
+    grant = SimpleNamespace(
+        members=[member] * 3, transfer_fabric=SimpleNamespace(ring=False, chain=True, links=links)
+    )
+    hop: Any = SimpleNamespace(
+        grant=grant, own=member, upstream=member, upstream_link=link, requester=member, link=link
+    )
     node: Any = SimpleNamespace(
         check_workers=lambda: None,
         identity=None,
         settings=SimpleNamespace(agent=SimpleNamespace(stall_timeout=1)),
     )
     session: Any = SimpleNamespace(send=nothing, detach=refuse, abort=ended.append)
-    request: Any = SimpleNamespace(file="x", ranges=())
+    request: Any = SimpleNamespace(file="x", ranges=(), rail=0, source_rank=0, destination_rank=2)
     with far, pytest.raises(LocalProtocolError, match="inside a frame"):
         asyncio.run(serving._relay(node, session, hop, request))
     assert (upstream_socket.fileno(), ended) == (-1, ["its transfer failed"])

@@ -49,6 +49,15 @@ def speed_up(host: Host) -> None:
     host.run(["tc", "qdisc", "del", "dev", host.fabric[0].name, "root"])
 
 
+def link_between(source: Host, destination: Host) -> str:
+    """How a message names the first cable between two hosts, less its rail."""
+    ends = [
+        next(each for each in host.fabric if f"host{each.peer}" == other.name)
+        for host, other in ((source, destination), (destination, source))
+    ]
+    return f"link {source.name} {ends[0].address} -> {destination.name} {ends[1].address}"
+
+
 def digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -136,7 +145,7 @@ def test_a_cable_cut_in_the_middle_fails_cleanly_and_the_next_push_completes(tmp
             out, err = process.communicate(timeout=60)
             assert process.returncode in (4, 12), (out, err)
             assert "Rank 1's data did not get from host0 to host1" in err
-            assert WEIGHTS in err
+            assert f"of {WEIGHTS} from host0 ({link_between(host0, host1)}, rail 0): " in err
             assert time.monotonic() - began < 3 * STALL_SECONDS
         assert traffic(host0).sent < SMALL
         assert made.cores(1) == {}
@@ -159,6 +168,7 @@ def test_one_rail_of_two_that_is_cut_fails_too_and_nothing_takes_another_way(tmp
             made.lab.cut(0, 1, rail=0)
             out, err = process.communicate(timeout=60)
             assert process.returncode in (4, 12), (out, err)
+            assert f"of {WEIGHTS} from host0 ({link_between(host0, made.lab.hosts[1])}, rail 0): " in err
         assert traffic(host0).sent < SMALL
         # What arrived was kept, and the planner sees one rail now.
         between = Traffic(made.lab)
@@ -193,6 +203,7 @@ def test_a_relay_that_dies_is_told_and_ctrl_c_ends_a_transfer_on_every_node(tmp_
             out, err = process.communicate(timeout=60)
             assert process.returncode in (4, 12), (out, err)
             assert "Rank 2's data did not get from host0 to host2" in err
+            assert f"of {WEIGHTS} from host0 over host1 ({link_between(*hosts[1:])}, rail 0): " in err
         made.start(1)
         speed_up(hosts[0])
         assert all(node["skipped"] or node["verified"] for node in made.push(*words)["nodes"])

@@ -128,6 +128,14 @@ async def read_all(connection: socket.socket, size: int) -> bytes:
     return bytes(body)
 
 
+async def send_zeros(connection: socket.socket, length: int) -> None:
+    """Send one DATA frame of zeros, as its sender's first job would."""
+    plaintext = memoryview(data_header(length) + bytes(length))
+    for number, start in enumerate(range(0, len(plaintext), 65519)):
+        record = seal(bytes(plaintext[start : start + 65519]), 5 + number)
+        await asyncio.get_running_loop().sock_sendall(connection, record)
+
+
 async def wait_until(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
     """Wait for something that another process does."""
     loop = asyncio.get_running_loop()

@@ -111,7 +111,10 @@ async def run_with_ends(
 
 @pytest.mark.parametrize(
     ("close", "message"),
-    [("first", "ended inside the frame"), ("last", "the other hop closed the connection inside the frame")],
+    [
+        ("first", "^the previous hop: .* ended inside the frame"),
+        ("last", "^the next hop: the peer closed the connection inside the frame"),
+    ],
 )
 def test_either_side_that_leaves_ends_both(close: str, message: str) -> None:
     async def work(pool: WorkerPool) -> None:
@@ -133,9 +136,32 @@ def test_a_hop_that_stalls() -> None:
     async def work(pool: WorkerPool) -> None:
         wire = parts.seal(parts.data_header(MIB) + b"start", 5)
         task, (first, last, _, _) = await run_with_ends(pool, relay_job(MIB, stall_timeout=1.5), wire=wire)
-        with pytest.raises(WorkerError, match=r"nothing moved for 1\.5 seconds") as caught:
+        with pytest.raises(WorkerError, match=r"^the previous hop: nothing moved for 1\.5 seconds") as caught:
             await task
         assert (caught.value.code, caught.value.bytes_done) == ("stalled", 5)
+        first.close()
+        last.close()
+
+    parts.with_pool(work)
+
+
+def test_a_next_hop_that_stalls_is_named() -> None:
+    async def work(pool: WorkerPool) -> None:
+        job = relay_job(
+            64 * MIB,
+            stall_timeout=1.5,
+            upstream="link a 10.0.0.1 -> b 10.0.0.2",
+            downstream="link b 10.0.1.2 -> c",
+        )
+        first, hop_in = parts.tcp_pair()
+        hop_out, last = parts.tcp_pair()
+        up, down = hop_channels()
+        task = asyncio.ensure_future(pool.run(job, [(hop_in, up), (hop_out, down)]))
+        sending = asyncio.ensure_future(parts.send_zeros(first, 64 * MIB))
+        with pytest.raises(WorkerError, match=r"^link b 10\.0\.1\.2 -> c: nothing moved for 1\.5 seconds"):
+            await task
+        sending.cancel()
+        await asyncio.wait({sending})
         first.close()
         last.close()
 

@@ -151,12 +151,15 @@ class Relay:
         title: As in Send; for example `relay model.safetensors 3/8 from hertz to maxwell`.
         name: The file's name in messages.
         length: The frame body's length in bytes.
+        upstream, downstream: How messages name the two connections, such as `link a 10.0.0.1 -> b 10.0.0.2`.
         stall_timeout: Seconds without progress, on either side, after which the job fails.
     """
 
     title: str
     name: str
     length: int
+    upstream: str = "the previous hop"
+    downstream: str = "the next hop"
     stall_timeout: float = STALL_TIMEOUT
 
     def __post_init__(self) -> None:

@@ -7,9 +7,9 @@ import struct
 from dataclasses import replace
 
 from flare_workers.cipher import MAX_PLAINTEXT
-from flare_workers.jobs import DATA_TAG, FRAME_HEADER_SIZE, Channel, Relay
+from flare_workers.jobs import CANCELLED, DATA_TAG, FRAME_HEADER_SIZE, Channel, Relay, WorkerError
 from flare_workers.send import BatchSealer
-from flare_workers.stream import FrameReader, Line, Watch
+from flare_workers.stream import FrameReader, Line, OtherClosedError, Watch
 
 _HEADER = struct.Struct("<BQ")
 
@@ -26,7 +26,7 @@ def relay(
         Both channels after the frame.
 
     Raises:
-        WorkerError: `closed`, `stalled`, `cancelled` or `protocol`.
+        WorkerError: `closed`, `stalled`, `cancelled` or `protocol`; the message says on which side.
     """
     upstream, downstream = channels
     source = Line(sockets[0], watch, other=sockets[1])
@@ -34,21 +34,29 @@ def relay(
     target = Line(sockets[1], watch)
     reader = FrameReader(source, upstream, job.length)
     sealer = BatchSealer(downstream.send_key, downstream.send_counter)
-    plain = sealer.plain
-    reader.read_header()
-    _HEADER.pack_into(plain, 0, DATA_TAG, job.length)
-    filled = FRAME_HEADER_SIZE
-    while True:
-        may_wait = True
-        while reader.left and filled + MAX_PLAINTEXT <= len(plain) and (may_wait or reader.has_record()):
-            filled += reader.read_body(plain[filled:])
-            may_wait = False
-        target.send_all(sealer.seal(filled))
-        filled = 0
-        watch.slot.bytes_done = job.length - reader.left
-        watch.check()
-        if not reader.left:
-            break
+    side = job.upstream
+    try:
+        plain = sealer.plain
+        reader.read_header()
+        _HEADER.pack_into(plain, 0, DATA_TAG, job.length)
+        filled = FRAME_HEADER_SIZE
+        while True:
+            side, may_wait = job.upstream, True
+            while reader.left and filled + MAX_PLAINTEXT <= len(plain) and (may_wait or reader.has_record()):
+                filled += reader.read_body(plain[filled:])
+                may_wait = False
+            side = job.downstream
+            target.send_all(sealer.seal(filled))
+            filled = 0
+            watch.slot.bytes_done = job.length - reader.left
+            watch.check()
+            if not reader.left:
+                break
+    except WorkerError as error:
+        if error.code == CANCELLED:
+            raise
+        side = job.downstream if isinstance(error, OtherClosedError) else side
+        raise WorkerError(error.code, f"{side}: {error.message}") from error
     counter, ciphertext, plaintext = reader.leftover()
     return (
         replace(upstream, receive_counter=counter, ciphertext=ciphertext, plaintext=plaintext),

@@ -70,6 +70,13 @@ class Watch:
         self.slot.beat(ahead=(SYNC_PATIENCE - 1) * self.stall_timeout)
 
 
+class OtherClosedError(WorkerError):
+    """Another socket of the job than the one that was waited for hung up."""
+
+    def __init__(self) -> None:
+        super().__init__(CLOSED, "the peer closed the connection inside the frame")
+
+
 class Line:
     """One socket, never waited for without an end.
 
@@ -158,7 +165,7 @@ class Line:
         ready = poller.poll(min(_LOOK_MILLISECONDS, left * 1000 + 1))
         self._watch.check()
         if any(descriptor != self._socket.fileno() for descriptor, _ in ready):
-            raise WorkerError(CLOSED, "the other hop closed the connection inside the frame")
+            raise OtherClosedError
 
     def _closed(self, reason: str) -> WorkerError:
         # A cancelled job's socket is shut down by the main process: that is no fault of the peer.

@@ -67,7 +67,7 @@ class Receiver:
             partial.path,
             ((offset, length),),
             partial.descriptor,
-            label=f"Reading the header of {partial.path} from {self._route.source}",
+            label=f"Reading the header of {partial.path} {self._route.way(0)}",
             size=partial.size,
         )
         self._progress.transferred += length
@@ -152,7 +152,7 @@ class Receiver:
                 file.path,
                 file.on_disk(piece),
                 partial.descriptor,
-                label=f"Stream {number + 1}/{count} of {file.path} from {self._route.source}",
+                label=f"Stream {number + 1}/{count} of {file.path} {self._route.way(number)}",
                 size=file.size,
                 on_progress=lambda bytes_done, base=base: tell(base + bytes_done),  # type: ignore[misc]
             )

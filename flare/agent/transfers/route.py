@@ -27,7 +27,7 @@ from flare.errors import (
 )
 from flare.fabric import routes
 from flare.session import Session, SessionClosedError, connect, parse_address
-from flare.trust.grants import Grant, Member, TransferFabric
+from flare.trust.grants import Grant, Link, Member, TransferFabric
 from flare.trust.signed import SignedRecord
 from flare.wire.handshake import PROTOCOL_VERSION
 from flare.wire.messages import Fetch, FetchFabric, Hello, Ranges, TransferSource
@@ -96,6 +96,18 @@ class Route:
     def source(self) -> str:
         """The source's name."""
         return self._source.name
+
+    def way(self, number: int) -> str:
+        """Return which way stream `number` comes, such as "from a over b (link b ADDRESS -> c ADDRESS)"."""
+        fabric = self._grant.transfer_fabric
+        if not self._rails or fabric is None or self._rank is None:
+            ends = f"{self.source} {self._source.address} -> {self._own.name} {self._own.address}"
+            return f"from {self.source} (link {ends})"
+        members, rail = self._grant.members, number % self._rails
+        previous, link = routes.inbound(fabric, self._rank, self._own.rank, rail)
+        between = [members[rank].name for rank in routes.path(fabric, self._rank, self._own.rank)[1:-1]]
+        over = f" over {' and '.join(between)}" if between else ""
+        return f"from {self.source}{over} ({named(link, members[previous], self._own, rail)})"
 
     async def connect(self, number: int) -> Session:
         """Open stream `number`: to the hop before this node, over one of the rails, or to the source."""
@@ -180,7 +192,7 @@ class Stream:
         Raises:
             FlareError: what went wrong, with the stream's and the source's names.
         """
-        label = f"Reading {path} from {self._route.source}"
+        label = f"Reading {path} {self._route.way(self._number)}"
         try:
             session = await self._ask(path, size, ranges)
             return await session.receive_data(limit, timeout=self._node.settings.agent.stall_timeout)
@@ -263,6 +275,12 @@ class Stream:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+
+def named(link: Link, source: Member, destination: Member, rail: int) -> str:
+    """Return how messages name a link of the fabric: both its ends, and which of the parallel ones it is."""
+    ends = (source, link.from_socket[0]), (destination, link.to_socket[0])
+    return "link " + " -> ".join(f"{member.name} {address}" for member, address in ends) + f", rail {rail}"
 
 
 def title(path: str, number: int, count: int, source: str) -> str:

@@ -16,9 +16,10 @@ from pathlib import PurePosixPath
 from flare.agent.file_requests import open_source, run_with, worker_failure
 from flare.agent.node import Node
 from flare.agent.transfers.holding import Copy, find_copy, shared_lock
-from flare.agent.transfers.route import own_hello
+from flare.agent.transfers.route import explained, named, own_hello
 from flare.errors import (
     ConflictError,
+    FlareError,
     ForbiddenError,
     NotFoundError,
     RemoteProtocolError,
@@ -26,9 +27,9 @@ from flare.errors import (
     UnreachableError,
 )
 from flare.fabric import routes
-from flare.session import Session, SessionClosedError, connect
+from flare.session import Session, connect
 from flare.trust.controllers import ControllerSet
-from flare.trust.grants import FabricHop, Grant, Member, check_fetch, check_fetch_fabric, check_ranges
+from flare.trust.grants import FabricHop, Grant, check_fetch, check_fetch_fabric, check_ranges
 from flare.wire.messages import Fetch, FetchFabric, FetchReply, Ranges
 from flare_workers.jobs import Channel, Relay, Send, WorkerError
 
@@ -50,7 +51,8 @@ async def fetch(node: Node, session: Session, request: Fetch) -> None:
     checked = check(ranges=request.ranges, holds=lambda package: copy is not None)
     assert copy is not None, "the check refuses a node that holds no copy"
     _allow(node, session, checked.grant, request.grant.signer)
-    await _send(node, session, copy, checked.grant, checked.member, request.file, request.ranges)
+    to = f"to {checked.member.name}"
+    await _send(node, session, copy, checked.grant, to, None, request.file, request.ranges)
 
 
 async def fetch_fabric(node: Node, session: Session, request: FetchFabric) -> None:
@@ -80,9 +82,25 @@ async def fetch_fabric(node: Node, session: Session, request: FetchFabric) -> No
     if copy is None:
         await _relay(node, session, hop, request)
         return
+    members, way = hop.grant.members, _way(hop, request)
+    over = f" over {' and '.join(members[rank].name for rank in way[1:-1])}" if way[2:] else ""
     await _send(
-        node, session, copy, hop.grant, hop.requester, request.file, request.ranges, expected=request.size
+        node,
+        session,
+        copy,
+        hop.grant,
+        f"to {members[way[-1]].name}{over}",
+        named(hop.link, hop.own, hop.requester, request.rail),
+        request.file,
+        request.ranges,
+        expected=request.size,
     )
+
+
+def _way(hop: FabricHop, request: FetchFabric) -> tuple[int, ...]:
+    """Return the ranks that the bytes pass, both ends included."""
+    assert hop.grant.transfer_fabric is not None, "the check refuses a grant without one"
+    return routes.path(hop.grant.transfer_fabric, request.source_rank, request.destination_rank)
 
 
 def _controllers(node: Node) -> ControllerSet:
@@ -104,7 +122,8 @@ async def _send(
     session: Session,
     copy: Copy,
     grant: Grant,
-    requester: Member,
+    to: str,
+    link: str | None,
     file: str,
     ranges: Ranges,
     expected: int | None = None,
@@ -113,7 +132,8 @@ async def _send(
 
     Args:
         copy: where the core lies.
-        requester: whom the bytes go to.
+        to: whom the bytes go to, and over whom.
+        link: the fabric's that they take; None for paired addresses.
         expected: the file's size in bytes, as the requester knows it.
     """
     node.check_workers()
@@ -135,13 +155,17 @@ async def _send(
         length = check_ranges(ranges, size)
         await session.send(FetchReply(length=length, ranges=ranges))
         job = Send(
-            title=f"send {PurePosixPath(file).name} to {requester.name}",
+            title=f"send {PurePosixPath(file).name} {to}",
             name=file,
             ranges=ranges,
             file_size=size,
             stall_timeout=node.settings.agent.stall_timeout,
         )
-        await run_with(node, session, job, descriptor)
+        link = link or f"link {node.name} -> {session.peer_name}"
+        try:
+            await run_with(node, session, job, descriptor)
+        except FlareError as problem:  # for this node's log: the session has ended
+            raise TransferError(f"Sending {file} {to} ({link}): {problem.message}") from None
 
 
 async def _relay(node: Node, session: Session, hop: FabricHop, request: FetchFabric) -> None:
@@ -149,30 +173,41 @@ async def _relay(node: Node, session: Session, hop: FabricHop, request: FetchFab
     assert hop.upstream is not None
     assert hop.upstream_link is not None
     node.check_workers()
-    before = hop.upstream.name
+    members, way = hop.grant.members, _way(hop, request)
+    ends = f"from {members[way[0]].name} to {members[way[-1]].name}"
+    before = named(hop.upstream_link, hop.upstream, hop.own, request.rail)
+    after = named(hop.link, hop.own, hop.requester, request.rail)
     host, port = hop.upstream_link.from_socket
     stall_timeout = node.settings.agent.stall_timeout
-    upstream = await connect(
-        host,
-        port,
-        node.identity,
-        hello=own_hello(node),
-        expected_key=hop.upstream.public_key,
-        local_address=hop.upstream_link.to_socket[0],
-        peer_name=before,
-    )
+    passing = f"Passing {request.file} on {ends}"
+    try:
+        upstream = await connect(
+            host,
+            port,
+            node.identity,
+            hello=own_hello(node),
+            expected_key=hop.upstream.public_key,
+            local_address=hop.upstream_link.to_socket[0],
+            peer_name=hop.upstream.name,
+        )
+    except FlareError as problem:
+        raise explained(problem, f"{passing} ({before})") from None
     try:
         try:
             reply = await upstream.request(request, timeout=stall_timeout)
-        except SessionClosedError as problem:  # not the session that waits for the answer
-            raise UnreachableError(problem.message) from None
+        except UnreachableError as problem:  # of that session, not of the one that waits for the answer
+            raise UnreachableError(f"{passing} ({before}): {problem.message}") from None
         if reply.ranges != request.ranges:
-            raise RemoteProtocolError(f"{before} answered with other ranges than it was asked for.")
+            raise RemoteProtocolError(
+                f"{hop.upstream.name} answered with other ranges than it was asked for."
+            )
         await session.send(reply)
         job = Relay(
-            title=f"relay {PurePosixPath(request.file).name} from {before} to {hop.requester.name}",
+            title=f"relay {PurePosixPath(request.file).name} {ends}",
             name=request.file,
             length=reply.length,
+            upstream=before,
+            downstream=after,
             stall_timeout=stall_timeout,
         )
         sockets: list[tuple[socket.socket, Channel]] = []
@@ -188,7 +223,7 @@ async def _relay(node: Node, session: Session, hop: FabricHop, request: FetchFab
                 sock.close()
             if not isinstance(problem, WorkerError):
                 raise
-            failure = worker_failure(problem)
-            raise TransferError(f"Passing {request.file} on from {before}: {failure.message}") from None
+            where = "" if problem.message.startswith((before, after)) else f" ({before}, {after})"
+            raise TransferError(f"{passing}{where}: {worker_failure(problem).message}") from None
     finally:
         await upstream.close()
