@@ -234,8 +234,8 @@ def test_each_node_says_why_it_cannot_serve(layout: str) -> None:
         "  bare: the engine llama.cpp is not installed there; install it with `flare engine install"
         in message
     )
-    foreign = refused(replace(needs(1, layout=layout), engine="vllm"), [node("bare")])
-    assert "  bare: the engine vllm is not installed there; install it on PATH, or name it under" in foreign
+    foreign = refused(replace(needs(1, layout=layout), engine="vllm"), [node("odd")])
+    assert "  odd: this version of flare does not run vllm cores; it distributes them" in foreign
     assert "  empty: it reports no device" in message
     assert "GPU 4 is gb202, the core is for gb10" in message
     assert "GPU 0 is held by the running group glm-run" in message

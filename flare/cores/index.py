@@ -202,10 +202,15 @@ def model_file(index: CoreIndex) -> str:
     """Return what the engine opens, relative to the core's root: a GGUF file, or the model's folder.
 
     Raises:
-        CoreError: a llama.cpp core without a GGUF file.
+        CoreError: a llama.cpp core that is packed, or without a GGUF file.
     """
     if index.engine != "llama.cpp":
         return MODEL_FOLDER
+    if index.packed:
+        raise CoreError(
+            f"The core {index.model} is packed, and llama.cpp reads only GGUF files. Export the model again "
+            "from its GGUF file."
+        )
     for file in index.files:
         if file.path.lower().endswith(".gguf"):
             return file.path

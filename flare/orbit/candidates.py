@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from flare.cores.index import model_file
+from flare.engines.discovery import BINARIES
 from flare.errors import BusyError, CoreError, PlacementError, UnsupportedError
 from flare.orbit.client import Answer
 from flare.orbit.fronts import front_of, may_share
@@ -165,6 +167,23 @@ def check_port_free(node: NodeEntry, options: ServingOptions, status: StatusRepl
                 f"this one another port, such as --port {port + 1 if port < 0xFFFF else 8000}, or stop the "
                 f"other with `flare orbit stop {group.name}`."
             )
+
+
+def check_servable(core: Core) -> None:
+    """Refuse a core that no rank of this version can load, before anything is asked or sent.
+
+    Raises:
+        UnsupportedError: ranks do not run its engine.
+        CoreError: its engine cannot read its files.
+    """
+    index = core.primary.index
+    if index.engine not in BINARIES:
+        raise UnsupportedError(
+            f"{core.reference} is a core for {index.engine}: this version of flare does not run "
+            f"{index.engine} cores; it distributes them (`flare orbit push`). To serve the model, export it "
+            f"for {' or '.join(BINARIES)}, which reads GGUF files."
+        )
+    model_file(index)
 
 
 def check_memory_limit(core: Core, limit: int | None) -> None:

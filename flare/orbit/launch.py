@@ -29,6 +29,7 @@ from flare.orbit.candidates import (
     check_memory_limit,
     check_name_free,
     check_port_free,
+    check_servable,
     describe_placement,
     has_ready_copy,
     place_core,
@@ -158,6 +159,7 @@ async def plan_launch(client: Client, request: LaunchRequest, *, dry_run: bool =
     reporter = client.controller.reporter
     client.controller.member_set()
     core = await resolve_core(client, request.reference)
+    check_servable(core)
     check_memory_limit(core, request.options.memory_limit)
     store, profiles, named = request.trust_store, request.publisher_keys, request.accept_publisher
     accepted = True

@@ -13,7 +13,7 @@ def node_refusal(needs: Needs, node: Node) -> str | None:
     """Why the node cannot serve at all, whatever its GPUs."""
     engine = needs.engine
     if engine not in node.engines:
-        return f"the engine {engine} is not installed there; {_how_to_install(engine)}"
+        return _no_engine(engine)
     if node.held_by is not None:
         return f"the whole node is held by the running group {printable(node.held_by)}; stop it first"
     if not node.gpus:
@@ -21,10 +21,11 @@ def node_refusal(needs: Needs, node: Node) -> str | None:
     return None
 
 
-def _how_to_install(engine: str) -> str:
+def _no_engine(engine: str) -> str:
     if engine == EMBEDDED_ENGINE:
-        return f"install it with `flare engine install {engine}`"
-    return f'install it on PATH, or name it under [engines] in that node\'s config.toml ({engine} = "/path")'
+        how = f"install it with `flare engine install {engine}`"
+        return f"the engine {engine} is not installed there; {how}"
+    return f"this version of flare does not run {engine} cores; it distributes them"
 
 
 def device_refusal(needs: Needs, gpu: Gpu, needed: int) -> str | None:

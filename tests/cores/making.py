@@ -141,11 +141,13 @@ def write_core(
     return primary
 
 
-def write_packed_core(folder: Path, data: bytes, *, name: str = "packed.safetensors") -> Path:
+def write_packed_core(
+    folder: Path, data: bytes, *, name: str = "packed.safetensors", engine: str = "vllm"
+) -> Path:
     """Write a packed core of one U8 tensor, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     table = digest_table({"": data})
-    described = members({"": data})
+    described = members({"": data}, engine=engine)
     described["files"][0]["offset"] = len(table)
     tensors = [Tensor("weights", "U8", (len(data),), 0, len(data))]
     primary = folder / name

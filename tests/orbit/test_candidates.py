@@ -11,6 +11,7 @@ from flare.orbit.candidates import (
     check_memory_limit,
     check_name_free,
     check_port_free,
+    check_servable,
     describe_placement,
     needs_of,
     place_core,
@@ -19,7 +20,7 @@ from flare.orbit.client import Answer
 from flare.orbit.resolve import Core, resolve_local
 from flare.serving_options import parse_serving
 from flare.wire.messages import CachedFile, CoreReport, StatusReply
-from tests.cores.making import write_core
+from tests.cores.making import write_core, write_packed_core
 from tests.orbit.builders import answer, gpu, group_report, node_entry
 
 MAXWELL, HERTZ = node_entry(1, "maxwell"), node_entry(2, "hertz")
@@ -100,6 +101,17 @@ def test_a_memory_limit_below_the_weights(core: Core) -> None:
     check_memory_limit(core, largest)
     with pytest.raises(PlacementError, match=rf"--memory-limit allows {largest - 1:,} bytes, but rank 0 of"):
         check_memory_limit(core, largest - 1)
+
+
+def test_a_core_that_no_rank_can_load_is_refused_before_anything_is_sent(core: Core, tmp_path: Path) -> None:
+    check_servable(core)
+    foreign = write_core(tmp_path / "foreign", {"model/a": b"x"}, engine="vllm")
+    words = r"does not run vllm cores; it distributes them \(`flare orbit push`\)"
+    with pytest.raises(UnsupportedError, match=words):
+        check_servable(resolve_local(LocalReference(str(foreign))))
+    packed = write_packed_core(tmp_path / "packed", b"x" * 100, engine="llama.cpp")
+    with pytest.raises(CoreError, match=r"is packed, and llama\.cpp reads only GGUF files"):
+        check_servable(resolve_local(LocalReference(str(packed))))
 
 
 def test_the_index_says_what_is_needed(core: Core) -> None:

@@ -70,7 +70,7 @@ class EngineAdapter(Protocol):
     metrics_path: str
 
     def check(self, primary: Primary) -> None:
-        """Refuse a core that this engine cannot load (EngineError), before anything is transferred."""
+        """Refuse a core that this engine cannot load (CoreError), before anything is transferred."""
         ...
 
     def needs(self, primary: Primary) -> CacheNeeds:

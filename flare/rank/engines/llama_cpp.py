@@ -15,7 +15,6 @@ from flare.cores.gguf import GgufHead, read_head
 from flare.cores.index import model_file
 from flare.cores.primary import Primary
 from flare.engines.arguments import gives
-from flare.errors import EngineError
 from flare.rank.capacity import CacheNeeds
 from flare.rank.engines.base import EngineMetrics, RankContext
 
@@ -56,13 +55,8 @@ class LlamaCpp:
         """Refuse a packed core and one without a GGUF file.
 
         Raises:
-            EngineError, CoreError: it is one of those.
+            CoreError: it is one of those.
         """
-        if primary.index.packed:
-            raise EngineError(
-                f"The core {primary.index.model} is packed, and llama.cpp reads only GGUF files. Export the "
-                "model again from its GGUF file."
-            )
         model_file(primary.index)
 
     def needs(self, primary: Primary) -> CacheNeeds:

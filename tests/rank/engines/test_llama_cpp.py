@@ -7,7 +7,7 @@ import pytest
 
 from flare.cores.primary import Primary, load_primary
 from flare.engines.discovery import EngineInstall
-from flare.errors import CoreError, EngineError
+from flare.errors import CoreError
 from flare.rank.capacity import Agreement
 from flare.rank.engines.base import EngineMetrics, RankContext
 from flare.rank.engines.llama_cpp import LlamaCpp, offloaded_layers
@@ -138,8 +138,8 @@ def test_rank_zero_keeps_an_equal_share_of_layers(layers: int, ranks: int, expec
 
 
 def test_packed_cores_and_cores_without_a_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"is packed, and llama\.cpp reads only GGUF"):
-        LlamaCpp().check(load_primary(write_packed_core(tmp_path / "packed", b"x" * 100)))
+    with pytest.raises(CoreError, match=r"is packed, and llama\.cpp reads only GGUF"):
+        LlamaCpp().check(load_primary(write_packed_core(tmp_path / "packed", b"x" * 100, engine="llama.cpp")))
     with pytest.raises(CoreError, match="none of its files is a GGUF"):
         LlamaCpp().check(
             load_primary(write_core(tmp_path / "other", {"model/x.json": b"{}"}, engine="llama.cpp"))
