@@ -6,6 +6,7 @@ the agent sets itself (`--core-cache`, trust, rendezvous), and nothing reaches a
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -140,6 +141,30 @@ class ServingOptions:
             if value is not None:
                 words += [option, str(value)]
         return tuple(words)
+
+    def exposure(self, machine: str = "this one") -> str | None:
+        """Return what the operator should know when other machines reach the front without a key.
+
+        Args:
+            machine: that host, as the sentence names it.
+        """
+        host = self.http_host
+        if self.api_key_file is not None or is_loopback(host):
+            return None
+        wildcard = host in ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
+        who = f"every machine that reaches {machine}" if wildcard else f"whoever reaches {host}"
+        return (
+            f"The HTTP front listens on {host} without a key: {who} can use the model. "
+            "Give --api-key-file, or --host 127.0.0.1."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only its own machine reaches `host`; a name counts only when it is localhost."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def parse_serving(words: Sequence[str], *, only: Iterable[str] = SERVING_OPTIONS) -> ServingOptions:

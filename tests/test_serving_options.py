@@ -170,3 +170,21 @@ def test_whether_an_option_was_given_is_seen_in_both_spellings() -> None:
     assert gives(["-ngl=3"], "-ngl", "--gpu-layers")
     assert gives(["--gpu-layers", "3"], "-ngl", "--gpu-layers")
     assert not gives(["-b", "3"], "-ngl")
+
+
+@pytest.mark.parametrize(
+    ("words", "who"),
+    [
+        ((), None),
+        (("--host", "localhost"), None),
+        (("--host", "::1"), None),
+        (("--host", "0.0.0.0", "--api-key-file", "/key"), None),
+        (("--host", "0.0.0.0"), "on 0.0.0.0 without a key: every machine that reaches maxwell can"),
+        (("--host", "::"), "on :: without a key: every machine that reaches maxwell can"),
+        (("--host", "10.0.0.5"), "on 10.0.0.5 without a key: whoever reaches 10.0.0.5 can"),
+    ],
+)
+def test_who_can_reach_the_front_without_a_key_is_said(words: tuple[str, ...], who: str | None) -> None:
+    warning = parse_serving(words).exposure("maxwell")
+    assert (warning is None) == (who is None)
+    assert who is None or (warning is not None and who in warning and "--api-key-file" in warning)

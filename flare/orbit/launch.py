@@ -260,7 +260,7 @@ async def _rendezvous(client: Client, nodes: Sequence[NodeEntry]) -> str:
 
 
 def report_plan(client: Client, plan: Plan) -> None:
-    """Print the placement: one line a member."""
+    """Print the placement, one line a member, and who will reach its front without a key."""
     reporter = client.controller.reporter
     index = plan.core.primary.index
     reporter.say(
@@ -270,6 +270,9 @@ def report_plan(client: Client, plan: Plan) -> None:
         reporter.say(f"  {line}")
     if plan.way is not None and plan.core.source is not None:
         reporter.say(f"  {plan.nodes[0].name} fetches the core from {plan.core.source.name} {plan.way}")
+    exposure = plan.request.options.exposure(plan.nodes[0].name)
+    if exposure is not None:
+        reporter.warn(exposure)
 
 
 def _ranks(count: int) -> str:

@@ -20,7 +20,7 @@ from flare.files import read_private
 from flare.rank.engines.base import EngineAdapter, EngineMetrics
 from flare.rank.http_server import SERVER, HttpServer, refusal
 from flare.rank.metrics import PROMETHEUS_TYPE, MetricsDocument, prometheus
-from flare.rank.sockets import describe, is_loopback, show
+from flare.rank.sockets import describe, show
 from flare.strict_json import loads
 
 MAX_BODY: Final = 32 << 20
@@ -436,14 +436,3 @@ def read_keys(path: str | None) -> frozenset[bytes]:
             f"The API key file {path} holds {len(keys)} keys; it needs 1 to {MAX_KEYS}, one a line."
         )
     return frozenset(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys)
-
-
-def exposure_warning(host: str, keys: frozenset[bytes]) -> str | None:
-    """Return what the operator should know when anybody can reach the front without a key."""
-    if keys or is_loopback(host):
-        return None
-    who = "every machine that reaches this one" if host in ("0.0.0.0", "::") else f"whoever reaches {host}"  # noqa: S104
-    return (
-        f"The HTTP front listens on {host} without a key: {who} can use the model. "
-        "Give --api-key-file, or --host 127.0.0.1."
-    )

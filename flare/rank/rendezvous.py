@@ -33,12 +33,12 @@ from flare.rank.proof import (
 from flare.rank.sockets import (
     PROOF_LIMIT,
     describe,
-    is_loopback,
     listen,
     receive_exactly,
     set_up,
     show,
 )
+from flare.serving_options import is_loopback
 from flare.strict_json import Reader
 
 MAX_PENDING: Final = 64

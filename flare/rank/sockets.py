@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import os
 import secrets
 import socket
@@ -85,14 +84,6 @@ def show(address: tuple[object, ...]) -> str:
     """Return a socket address as people write it."""
     host = str(address[0])
     return f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches `host`; a name counts only when it is localhost."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def receive_exactly(connection: socket.socket, length: int) -> bytes:

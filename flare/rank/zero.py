@@ -16,7 +16,7 @@ from flare.errors import CoreError, EngineError, FlareError, RankError, UsageErr
 from flare.rank.capacity import Agreement, agree, device_capacity
 from flare.rank.engine_process import EngineProcess, engine_environment, program_name
 from flare.rank.engines.base import EngineAdapter, RankContext
-from flare.rank.front import Front, exposure_warning, read_keys
+from flare.rank.front import Front, read_keys
 from flare.rank.group import PeerGroup
 from flare.rank.launch import (
     CAUSE_LIMIT,
@@ -141,7 +141,7 @@ class ZeroRank:
         keys = read_keys(request.options.api_key_file)
         self._front = Front(adapter, document, lambda: str(lifecycle.phase), keys, time.monotonic)
         self._url = await self._front.start(request.options.http_host, request.options.http_port)
-        warning = exposure_warning(request.options.http_host, keys)
+        warning = request.options.exposure()
         if warning:
             lifecycle.remark(f"warning: {warning}")
         group = None

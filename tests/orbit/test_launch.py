@@ -72,8 +72,13 @@ def test_a_dry_run_prints_the_placement_and_sends_nothing(orbit: Lab, tmp_path: 
         "  rank 0  maxwell  the CPU (cpu)  receives 3,000 bytes",
         "  rank 1  hertz  the CPU (cpu)  needs no core data",
     ]
+    assert "without a key" not in outcome.err
     assert orbit.flare("orbit", "cores").out == "No node has a core in its cache.\n"
     assert orbit.runs() == []
+    words = ("--nodes", "maxwell,hertz", "--dry-run", "--json", "--host", "0.0.0.0")
+    outcome = orbit.flare("orbit", "run", str(core), *words, *TRUST)
+    assert json.loads(outcome.out)["url"] == "http://127.0.0.1:8000"
+    assert "0.0.0.0 without a key: every machine that reaches maxwell can use the model" in outcome.err
     assert not (orbit.orbit_file.parent / "trust.toml").exists()
 
 
@@ -502,7 +507,7 @@ def test_a_node_without_the_engine_is_named_before_anything_moves(orbit: Lab, tm
     orbit.paired("maxwell")
     core = make_core(tmp_path / "core", ranks=1)
     outcome = orbit.flare("orbit", "run", str(core), *TRUST)
-    assert outcome.code == 7
+    assert outcome.code == 8
     assert "llama.cpp" in outcome.err
     assert "Uploading" not in outcome.err
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from flare.errors import BusyError, ConfigError, IdentityError, NotFoundError
 from flare.rank import front as module
 from flare.rank.engines.llama_cpp import LlamaCpp
-from flare.rank.front import Front, exposure_warning, read_keys
+from flare.rank.front import Front, read_keys
 from flare.rank.metrics import MetricsDocument, Serving, prometheus
 from tests.rank.lab import never_loses_a_cancellation, run, until
 
@@ -424,24 +424,6 @@ def test_a_port_that_is_taken_and_an_address_of_others_are_named() -> None:
             await Lab().front.start("192.0.2.1", 0)
 
     run(work())
-
-
-@pytest.mark.parametrize(
-    ("host", "keys", "who"),
-    [
-        ("127.0.0.1", frozenset(), None),
-        ("localhost", frozenset(), None),
-        ("::1", frozenset(), None),
-        ("0.0.0.0", frozenset({b"k"}), None),
-        ("0.0.0.0", frozenset(), "every machine that reaches this one"),
-        ("::", frozenset(), "every machine that reaches this one"),
-        ("10.0.0.5", frozenset(), "whoever reaches 10.0.0.5"),
-    ],
-)
-def test_who_can_reach_it_is_said(host: str, keys: frozenset[bytes], who: str | None) -> None:
-    warning = exposure_warning(host, keys)
-    assert (warning is None) == (who is None)
-    assert who is None or (warning is not None and who in warning and "--api-key-file" in warning)
 
 
 def test_a_wildcard_address_is_shown_as_one_that_can_be_opened() -> None:
