@@ -31,7 +31,9 @@ def ignition() -> None:
     type=click.Choice(["multi_host", "single_host"]),
     help="One device a node, or all on one node. One rank: single_host; several: multi_host.",
 )
-@click.option("--engine", metavar="ENGINE", help="llama.cpp (for GGUF), vllm or sglang; no rank runs the last two yet.")
+@click.option(
+    "--engine", metavar="ENGINE", help="llama.cpp (for GGUF), vllm or sglang; no rank runs the last two yet."
+)
 @click.option("--publisher", "publisher_name", metavar="NAME", help="Who signs it, if there are several.")
 @click.option("--name", metavar="MODEL", help="The model's name, if not the file's or repository's.")
 @click.option("--copy", is_flag=True, help="Copy files that cannot be linked.")

@@ -24,13 +24,14 @@ def status(cluster: str | None, as_json: bool) -> None:
 
     A cached core that was uploaded is verified "not yet": each rank digests it when it loads it.
 
-    Ends with exit code 4 when no node answered.
+    When no node answered, the exit code is 4, or that of the reason that all share.
 
     \b
     Example:  flare orbit status
               flare orbit status --cluster sparks --json
     """
-    from flare.orbit.client import Client
+    from flare.errors import UnreachableError
+    from flare.orbit.client import Client, common_kind
     from flare.orbit.status import status_document
 
     controller = open_controller(quiet=as_json)
@@ -40,18 +41,19 @@ def status(cluster: str | None, as_json: bool) -> None:
         output.print_json(status_document(answers))
     else:
         _print(answers)
-    if all(answer.reply is None for answer in answers):
-        raise SystemExit(4)
+    errors = [answer.error for answer in answers if answer.error is not None]
+    if len(errors) == len(answers):
+        raise SystemExit(common_kind(errors, UnreachableError).exit_code)
 
 
 def _print(answers: Sequence[Answer[StatusReply]]) -> None:
     from flare.cli.orbit_ls import print_runs
     from flare.orbit.runs import collect_runs
-    from flare.orbit.status import cached, core_names
+    from flare.orbit.status import cached, core_names, state_of
 
     output.table(
         ("node", "address", "state", "flare", "system", "engines", "cache free"),
-        [_node_row(answer) for answer in answers],
+        [_node_row(answer, state_of(answer)) for answer in answers],
     )
     replies = [(answer.node.name, answer.reply) for answer in answers if answer.reply is not None]
     devices = [
@@ -87,16 +89,16 @@ def _print(answers: Sequence[Answer[StatusReply]]) -> None:
             output.warn(answer.error.message)
 
 
-def _node_row(answer: Answer[StatusReply]) -> tuple[object, ...]:
+def _node_row(answer: Answer[StatusReply], state: str) -> tuple[object, ...]:
     node = answer.node
     if answer.reply is None:
-        return (node.name, node.address, "unreachable", None, None, None, None)
+        return (node.name, node.address, state, None, None, None, None)
     facts = answer.hello.node if answer.hello is not None else None
     engines = ", ".join(f"{name} {version}" for name, version in answer.reply.engines.items()) or "none"
     return (
         node.name,
         node.address,
-        "reachable",
+        state,
         facts and facts.flare_version,
         facts and f"{facts.os} {facts.arch}",
         engines,

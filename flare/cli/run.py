@@ -143,8 +143,8 @@ def _core_path(text: str) -> Path:
     hint = ""
     if text.count("/") == 1 and not text.startswith((".", "~")):
         hint = (
-            f" If {text} is a repository: this version takes files of this machine alone. Download the model, "
-            "make a core of it with `flare ignition export`, and run that file."
+            f" If {text} is a repository: this version takes files of this machine alone. Download the "
+            "model, make a core of it with `flare ignition export`, and run that file."
         )
     raise NotFoundError(f"There is no core at {path}. Name its primary .safetensors file.{hint}")
 

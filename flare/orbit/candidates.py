@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from flare.cores.index import model_file
 from flare.engines.discovery import BINARIES
-from flare.errors import BusyError, CoreError, PlacementError, UnsupportedError
-from flare.orbit.client import Answer
+from flare.errors import BusyError, CoreError, FlareError, PlacementError, UnsupportedError
+from flare.orbit.client import Answer, common_kind
 from flare.orbit.fronts import front_of, may_share
+from flare.orbit.no_place import kind_of_failure
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.resolve import Core
 from flare.orbit.runs import RUNNING
@@ -95,6 +96,7 @@ def place_core(
 
     Raises:
         PlacementError: no assignment exists; a line for each node, those that did not answer included.
+        FlareError: the same, of the kind that `no_place` chooses.
         CoreError: it holds code, which ranks of a group never load.
     """
     code = core.primary.index.code_files()
@@ -107,14 +109,23 @@ def place_core(
     away = [answer for answer in answers if answer.reply is None]
     lines = [f"  {answer.error.message}" for answer in away if answer.error is not None]
     candidates = [candidate(answer, core) for answer in answers if answer.reply is not None]
+    errors = [answer.error for answer in away if answer.error is not None]
     if not candidates:
-        raise PlacementError("No candidate node answered:\n" + "\n".join(lines))
+        raise common_kind(errors, PlacementError)("No candidate node answered:\n" + "\n".join(lines))
+    needs = needs_of(core)
     try:
-        return place(needs_of(core), candidates, listed=listed, gpu_indices=gpu_indices)
+        return place(needs, candidates, listed=listed, gpu_indices=gpu_indices)
     except PlacementError as problem:
-        if not lines:
-            raise
-        raise PlacementError(f"{problem.message}\nNodes that did not answer:\n" + "\n".join(lines)) from None
+        nodes = {node.name: node for node in candidates}
+        asked = [nodes.get(answer.node.name) or _unanswered(answer) for answer in answers]
+        kind = kind_of_failure(needs, asked, listed=listed, gpu_indices=gpu_indices)
+        unanswered = "\nNodes that did not answer:\n" + "\n".join(lines) if lines else ""
+        raise kind(f"{problem.message}{unanswered}") from None
+
+
+def _unanswered(answer: Answer[StatusReply]) -> tuple[str, FlareError]:
+    assert answer.error is not None, "a node that gives no answer has a reason"
+    return answer.node.name, answer.error
 
 
 def check_name_free(name: str, answers: Sequence[Answer[StatusReply]]) -> None:

@@ -251,6 +251,17 @@ async def telling_who_waits(reporter: Reporter, waiting: Collection[str]) -> Asy
         timer.cancel()
 
 
+def common_kind(errors: Sequence[FlareError], otherwise: type[FlareError]) -> type[FlareError]:
+    """Return the class for several nodes' failures in one error, and with it the exit code.
+
+    Args:
+        errors: one a node that failed; at least one.
+        otherwise: the class when they have different exit codes.
+    """
+    codes = {error.exit_code for error in errors}
+    return type(errors[0]) if len(codes) == 1 else otherwise
+
+
 def required(answers: Sequence[Answer[Reply]], doing: str) -> list[Reply]:
     """Return every reply, for a command that needs all nodes.
 
@@ -259,10 +270,12 @@ def required(answers: Sequence[Answer[Reply]], doing: str) -> list[Reply]:
         doing: what needs them, such as "Removing a group", for the message.
 
     Raises:
-        UnreachableError: names each node that did not answer and why.
+        FlareError: names each node that did not answer and why; of the kind that they share, else
+            UnreachableError.
     """
-    missing = [answer for answer in answers if answer.reply is None]
-    if missing:
-        lines = [f"  {answer.error.message}" for answer in missing if answer.error]
-        raise UnreachableError(f"{doing} needs every node, but these did not answer:\n" + "\n".join(lines))
+    errors = [answer.error for answer in answers if answer.reply is None and answer.error is not None]
+    if errors:
+        lines = "\n".join(f"  {error.message}" for error in errors)
+        kind = common_kind(errors, UnreachableError)
+        raise kind(f"{doing} needs every node, but these did not answer:\n{lines}")
     return [answer.reply for answer in answers if answer.reply is not None]

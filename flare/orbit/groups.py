@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from flare.errors import BusyError, FlareError, NotFoundError, UnreachableError
-from flare.orbit.client import Answer, Client, required
+from flare.orbit.client import Answer, Client, common_kind, required
 from flare.orbit.follow import RankStream, follow, raise_for_failures
 from flare.orbit.orbit_file import edit_orbit_file
 from flare.orbit.orbit_records import NodeEntry
@@ -215,12 +215,13 @@ def warn_unreachable(client: Client, answers: Sequence[Answer[StatusReply]]) -> 
     """Warn of each node that did not answer and return their names.
 
     Raises:
-        UnreachableError: none did.
+        FlareError: none did; of the kind that their errors share, else UnreachableError.
     """
     away = [answer for answer in answers if answer.reply is None]
     if away and len(away) == len(answers):
-        lines = "\n".join(f"  {answer.error.message}" for answer in away if answer.error)
-        raise UnreachableError(f"No node answered:\n{lines}")
+        errors = [answer.error for answer in away if answer.error is not None]
+        lines = "\n".join(f"  {error.message}" for error in errors)
+        raise common_kind(errors, UnreachableError)(f"No node answered:\n{lines}")
     for answer in away:
         if answer.error is not None:
             client.controller.reporter.warn(answer.error.message)

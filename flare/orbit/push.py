@@ -13,7 +13,7 @@ from typing import Any
 
 from flare.cores.orbit_limits import check_part
 from flare.cores.reference import CoreReference, parse_reference
-from flare.errors import UsageError, VersionError
+from flare.errors import UsageError
 from flare.orbit.acceptance import accept_publisher
 from flare.orbit.candidates import is_of
 from flare.orbit.client import Answer, Client, required
@@ -137,15 +137,13 @@ def plan_request(
 
     Args:
         core: the word CORE.
-        to: node names.
+        to: node names, one at least.
         streams: None: the default.
 
     Raises:
-        UsageError: options that do not go together, or no node.
+        UsageError: options that do not go together.
         NotFoundError: a node that is not paired.
     """
-    if not to:
-        raise UsageError("--to takes the nodes that are to receive the core, such as --to maxwell,hertz.")
     check_streams(streams)
     check_cabling(ring=ring, chain=chain)
     return PushRequest(
@@ -171,9 +169,6 @@ async def plan_push(client: Client, request: PushRequest) -> PushPlan:
     check_node_count(core, request)
     answers = await client.statuses(request.nodes)
     client.check_clocks(request.nodes)
-    for answer in answers:
-        if isinstance(answer.error, VersionError):
-            raise answer.error
     replies = required(answers, "Pushing a core")
     wanted = [_delivery(core, request, rank, answers[rank]) for rank in range(len(request.nodes))]
     fabric = None

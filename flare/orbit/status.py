@@ -7,12 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from flare.errors import ForbiddenError, IdentityError, VersionError
 from flare.orbit.client import Answer
 from flare.orbit.runs import collect_runs
 from flare.wire.messages import CoreReport, GpuReport, StatusReply
 
 NAMELESS = "model.safetensors"  # cores.index.CACHED_PRIMARY; its import would slow `flare orbit status`
 RESUMING, BLOBS = "resuming", "blobs"  # what failed transfers left, and what no core links any more
+# What it is called, by the error's code, when somebody answers at a node's address and is of no use.
+_STATES = {
+    IdentityError.code: "key changed",
+    VersionError.code: "other version",
+    ForbiddenError.code: "not ours",
+}
 _ENTRY = re.compile(r"[0-9a-f]{32}-(\d{1,16})(?:-rank\d{1,4})?\Z")
 
 
@@ -23,6 +30,13 @@ def status_document(answers: Sequence[Answer[StatusReply]]) -> dict[str, Any]:
         "nodes": [_node(answer, names) for answer in answers],
         "groups": [run.to_json() for run in collect_runs(answers)],
     }
+
+
+def state_of(answer: Answer[StatusReply]) -> str:
+    """Return a word or two for whether a node can be used from here."""
+    if answer.reply is not None:
+        return "reachable"
+    return _STATES.get(answer.error.code if answer.error is not None else "", "unreachable")
 
 
 def core_names(answers: Sequence[Answer[StatusReply]]) -> dict[str, str]:
@@ -56,6 +70,7 @@ def _node(answer: Answer[StatusReply], names: Mapping[str, str]) -> dict[str, An
         "address": answer.node.address,
         "fingerprint": answer.node.fingerprint,
         "reachable": status is not None,
+        "state": state_of(answer),
         "error": answer.error and {"code": answer.error.code, "message": answer.error.message},
         "flare_version": facts and facts.flare_version,
         "arch": facts and facts.arch,

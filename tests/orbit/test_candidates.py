@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from flare.cores.reference import LocalReference, NodeReference
-from flare.errors import BusyError, CoreError, PlacementError, UnreachableError, UnsupportedError
+from flare.errors import (
+    BusyError,
+    CoreError,
+    EngineError,
+    PlacementError,
+    UnreachableError,
+    UnsupportedError,
+)
 from flare.orbit.candidates import (
     check_executables,
     check_memory_limit,
@@ -165,9 +172,9 @@ def test_lines_say_what_must_be_received(core: Core) -> None:
 
 def test_nodes_that_did_not_answer_are_part_of_the_explanation(core: Core) -> None:
     gone: Answer[object] = Answer(HERTZ, None, None, UnreachableError("hertz is off."))
-    with pytest.raises(PlacementError, match=r"Nodes that did not answer:\n  hertz is off\."):
+    with pytest.raises(UnreachableError, match=r"Nodes that did not answer:\n  hertz is off\."):
         place_core(core, [answer(MAXWELL), gone], listed=False, gpu_indices=None)  # type: ignore[list-item]
-    with pytest.raises(PlacementError, match=r"No candidate node answered:\n  hertz is off\."):
+    with pytest.raises(UnreachableError, match=r"No candidate node answered:\n  hertz is off\."):
         place_core(core, [gone], listed=False, gpu_indices=None)  # type: ignore[list-item]
     with pytest.raises(PlacementError) as caught:
         place_core(core, [answer(MAXWELL)], listed=False, gpu_indices=None)
@@ -175,7 +182,7 @@ def test_nodes_that_did_not_answer_are_part_of_the_explanation(core: Core) -> No
 
 
 def test_a_node_without_the_engine_is_refused_before_data_moves(core: Core) -> None:
-    with pytest.raises(PlacementError, match=r"llama\.cpp"):
+    with pytest.raises(EngineError, match=r"llama\.cpp"):
         place_core(core, [answer(MAXWELL), answer(HERTZ, engines=())], listed=False, gpu_indices=None)
 
 

@@ -309,7 +309,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(orbit: Lab, tmp_path:
         assert outcome.code == code, outcome
         assert sentence in outcome.err
 
-    refused(2, "--to takes the nodes", ",")
+    refused(2, "--to takes node names", ",")
     refused(3, "twice", "maxwell,maxwell")
     refused(11, "not paired", "maxwell,nobody")
     refused(2, "a number from 1 to 64", "maxwell", "--transfer-streams", "65")
