@@ -56,8 +56,9 @@ def test_a_worker_is_killed(
             push.through = gate.address
             asked = asyncio.create_task(push.ask(pair[1]))
             await gate.at_limit.wait()
-            await until(lambda: bool(workers(pair[which], title)))
-            os.kill(workers(pair[which], title)[0], signal.SIGKILL)
+            while not (found := workers(pair[which], title)):
+                await asyncio.sleep(0.02)
+            os.kill(found[0], signal.SIGKILL)
             await asyncio.sleep(0.1)
             gate.open()
             with pytest.raises(TransferError, match=f"Stream [1-4]/4 of .* from hertz .*: {words}"):
