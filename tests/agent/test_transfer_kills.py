@@ -51,13 +51,18 @@ def test_a_worker_is_killed(
 ) -> None:
     push = Push(controller, write_packed_core(tmp_path, random_bytes(SIZE)), pair[0], list(pair))
 
+    found: list[int] = []
+
+    def begun() -> bool:
+        found[:] = workers(pair[which], title)
+        return bool(found)
+
     async def scenario() -> None:
         async with Gate(pair[0], limit=8 * MIB) as gate:
             push.through = gate.address
             asked = asyncio.create_task(push.ask(pair[1]))
             await gate.at_limit.wait()
-            while not (found := workers(pair[which], title)):
-                await asyncio.sleep(0.02)
+            await until(begun)
             os.kill(found[0], signal.SIGKILL)
             await asyncio.sleep(0.1)
             gate.open()
