@@ -176,7 +176,13 @@ def _serving(base: GroupDefinition, words: Sequence[str]) -> ServingOptions:
         parse_serving(base.rank_zero, only=RANK_ZERO_OPTIONS)
     except UsageError as problem:
         raise ConfigError(f"The saved group {base.name}: {problem.message}") from None
-    return parse_serving([*base.serving, *base.rank_zero, *words])
+    options = parse_serving([*base.serving, *base.rank_zero, *words])
+    if options.http_port == 0:
+        raise UsageError(
+            "--port 0 lets rank zero's host choose the port, and then nobody here can say where the group "
+            "serves. Give it one, such as --port 8001."
+        )
+    return options
 
 
 def _absolute(reference: CoreReference) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flare.cores.primary import load_primary
+from flare.system import free_port
 from tests.cores.making import MIB, PUBLISHER, gguf_core, pattern, write_core
 from tests.orbit.lab import ROOT, Lab
 
@@ -57,14 +58,14 @@ def test_a_damaged_copy_leaves_the_cache_and_is_sent_again(orbit: Lab, tmp_path:
     else:
         damage(folder / core.name, load_primary(core).metadata_length - 1)
         said = "digest"
-    failed = orbit.flare("orbit", "run", str(core), "--name", "first", "--port", "0")
+    failed = orbit.flare("orbit", "run", str(core), "--name", "first", "--port", str(free_port()))
     assert failed.code != 0
     text = failed.out + failed.err
     assert "has the core in its cache already" in text
     assert said in text, text
     assert "was removed from this node's cache; launch again to send it afresh" in text
     assert entries(orbit, "maxwell") == []
-    again = orbit.flare("orbit", "run", str(core), "--name", "second", "--port", "0")
+    again = orbit.flare("orbit", "run", str(core), "--name", "second", "--port", str(free_port()))
     text = again.out + again.err
     assert "Uploading 2 files" in text or "Uploading 3 files" in text, text
     assert "are what the publisher signed" in text, text
@@ -77,7 +78,7 @@ def test_a_core_outside_the_cache_is_never_removed(orbit: Lab, tmp_path: Path) -
     core = gguf_core(tmp_path / "made", ranks=1)
     [model] = core.parent.glob("model/*.gguf")
     damage(model, 1000)
-    failed = orbit.flare("orbit", "run", f"maxwell:{core}", "--port", "0", *TRUST)
+    failed = orbit.flare("orbit", "run", f"maxwell:{core}", "--port", str(free_port()), *TRUST)
     assert failed.code != 0
     assert "lies outside this node's cache, so it was left there" in failed.out + failed.err
     assert core.exists()

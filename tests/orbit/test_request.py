@@ -103,6 +103,7 @@ REFUSED = {
     "streams": (RunOptions(core="/a", transfer_streams=65), UsageError, r"--transfer-streams takes"),
     "node": (RunOptions(core="/a", nodes=("nobody",)), NotFoundError, r"--nodes names the node nobody"),
     "cluster": (RunOptions(core="/a", cluster="nobody"), NotFoundError, r"no cluster named nobody"),
+    "port": (RunOptions(core="/a", serving=("--port", "0")), UsageError, r"--port 0 lets .* such as --port"),
     "option": (RunOptions(core="/a", serving=("--core-cache", "/")), UsageError, r"is no serving option"),
 }
 
