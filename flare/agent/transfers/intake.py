@@ -110,14 +110,17 @@ class Intake:
                 except OSError as problem:  # the disk is full, or somebody changes the cache by hand
                     raise describe_os_error(problem, "Cannot keep the core in the cache") from problem
             except IntegrityError as problem:
-                await in_thread(self._forget_partials)
-                if not await self._shelf.remove():
+                with self._progress.clearing_up(problem):
+                    await in_thread(self._forget_partials)
+                    removed = await self._shelf.remove()
+                if not removed:
                     raise IntegrityError(f"{problem.message} {_STAYS}") from None
                 raise
             except BaseException as problem:
-                if isinstance(problem, StorageError):
-                    await in_thread(self._forget_partials)
-                await self._shelf.leave(take_back=not self._order.resume)
+                with self._progress.clearing_up(problem):
+                    if isinstance(problem, StorageError):
+                        await in_thread(self._forget_partials)
+                    await self._shelf.leave(take_back=not self._order.resume)
                 raise
             finally:
                 self._stock.close()
@@ -149,10 +152,20 @@ class Intake:
                     await self._fetch(file, wanted, partial, room)
         except BaseException as problem:
             if head is not None:
-                await in_thread(head.close, keep=_may_keep(problem))
+                await self._let_go(head, problem)
             raise
         await in_thread(self._shelf.sync)
         await in_thread(self._shelf.mark, AGENT_MARKER if plan.complete else PART_MARKER)
+
+    async def _let_go(self, partial: Partial, problem: BaseException) -> None:
+        """Keep what came of a file for the next transfer, if that may go on with it.
+
+        Not where a worker hangs in a write to it that nobody can stop: the name goes, and the bytes with the
+        worker.
+        """
+        keep = _may_keep(problem) and not self._node.pool.still_writes(partial.descriptor)
+        with self._progress.clearing_up(problem):
+            await in_thread(partial.close, keep=keep)
 
     # -- what is here ----------------------------------------------------------------------------
 
@@ -200,7 +213,7 @@ class Intake:
             await receiver.receive_unchecked(head, primary.digests_offset, primary.index.digests_length)
             return head, primary, await in_thread(primary.digests)
         except BaseException as problem:
-            await in_thread(head.close, keep=_may_keep(problem))
+            await self._let_go(head, problem)
             if isinstance(problem, FlareError) and str(head.location) in problem.message:
                 sentence = problem.message.replace(str(head.location), f"{name} from {source}")
                 raise type(problem)(sentence) from None
@@ -283,6 +296,7 @@ class Intake:
             size=file.covered,
             digests=file.digests,
             file_offset=file.start,
+            stall_timeout=self._node.settings.agent.stall_timeout,
             drop_cache=True,
         )
         try:
@@ -334,8 +348,10 @@ class Intake:
                     with room.filling(partial.descriptor, file.wanted.total):
                         await self._receiver.receive_small(file, partial, stream)
                         await in_thread(self._place_small, file, partial)
-                finally:
-                    await in_thread(partial.discard)
+                except BaseException as problem:
+                    await self._let_go(partial, problem)
+                    raise
+                await in_thread(partial.discard)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -391,7 +407,7 @@ class Intake:
                 else:
                     await in_thread(self._shelf.publish, file, partial, stamp)
         except BaseException as problem:
-            await in_thread(partial.close, keep=_may_keep(problem))
+            await self._let_go(partial, problem)
             raise
         await in_thread(partial.discard)
 

@@ -20,6 +20,7 @@ from flare_workers.ranges import Ranges
 
 # Seconds between two records of a resumable transfer: each costs an fsync, and a kill costs what came since.
 CHECKPOINT_INTERVAL = 1.0
+_HANGS = "The disk of this node's cache does not answer: check it, then push again."
 
 
 class Receiver:
@@ -35,6 +36,7 @@ class Receiver:
         self._node = node
         self._route = route
         self._progress = progress
+        self._stall_timeout = node.settings.agent.stall_timeout
         self._streams = [Stream(node, route, number) for number in range(route.streams)]
 
     @property
@@ -60,7 +62,7 @@ class Receiver:
             name=partial.path,
             ranges=((offset, length),),
             size=partial.size,
-            stall_timeout=self._node.settings.agent.stall_timeout,
+            stall_timeout=self._stall_timeout,
         )
         await self._streams[0].receive(
             job,
@@ -91,14 +93,18 @@ class Receiver:
                     tell = self._teller(done, number)
                     group.create_task(self._receive_share(file, partial, share, (number, len(shares)), tell))
         except BaseExceptionGroup as problems:
-            raise await self._failed(problems, file, partial, shares, done, keeping) from None
-        except asyncio.CancelledError:
-            await self._last_record(file, partial, shares, done, keeping)
+            problem = self._explained(problems, partial)
+            with self._progress.clearing_up(problem):
+                if not isinstance(problem, IntegrityError | StorageError):
+                    await self._last_record(file, partial, shares, done, keeping)
+                await _end(keeping)
+            raise problem from None
+        except asyncio.CancelledError as problem:
+            with self._progress.clearing_up(problem):
+                await self._last_record(file, partial, shares, done, keeping)
             raise
         finally:
-            if keeping is not None:
-                keeping.cancel()
-                await settled(keeping)
+            await _end(keeping)
 
     async def receive_small(self, file: WantedFile, partial: Partial, stream: int) -> None:
         """Receive a file over one stream, and put it on the disk; nobody else may use that stream meanwhile.
@@ -134,6 +140,7 @@ class Receiver:
         small_over: int | None = None,
     ) -> None:
         number, count = which
+        stream = number if small_over is None else small_over
         base = 0
         for first in range(0, len(share), MAX_RANGES):
             piece = Ranges(share.runs[first : first + MAX_RANGES])
@@ -145,34 +152,27 @@ class Receiver:
                 digests=file.digests,
                 file_offset=file.start,
                 sync=small_over is not None,
-                stall_timeout=self._node.settings.agent.stall_timeout,
+                stall_timeout=self._stall_timeout,
             )
-            await self._streams[number if small_over is None else small_over].receive(
+            await self._streams[stream].receive(
                 job,
                 file.path,
                 file.on_disk(piece),
                 partial.descriptor,
-                label=f"Stream {number + 1}/{count} of {file.path} {self._route.way(number)}",
+                label=f"Stream {number + 1}/{count} of {file.path} {self._route.way(stream)}",
                 size=file.size,
                 on_progress=lambda bytes_done, base=base: tell(base + bytes_done),  # type: ignore[misc]
             )
             base += piece.total
 
-    async def _failed(
-        self,
-        problems: BaseExceptionGroup[BaseException],
-        file: WantedFile,
-        partial: Partial,
-        shares: Sequence[Ranges],
-        done: list[int],
-        keeping: asyncio.Task[None] | None,
-    ) -> BaseException:
-        """Return the failure that says most; what was verified before it is kept, where that is wanted."""
+    def _explained(self, problems: BaseExceptionGroup[BaseException], partial: Partial) -> BaseException:
+        """Return the failure that says most, with what else there is to say."""
         problem = worst_of(problems)
         if isinstance(problem, StorageError):
             return self._with_rest(problem)
-        if not isinstance(problem, IntegrityError):
-            await self._last_record(file, partial, shares, done, keeping)
+        if isinstance(problem, FlareError) and self._node.pool.still_writes(partial.descriptor):
+            # A stream that the disk does not hold may have failed first, because its peer gave up.
+            return type(problem)(f"{problem.message} {_HANGS}")
         return problem
 
     def _with_rest(self, problem: StorageError) -> StorageError:
@@ -187,7 +187,8 @@ class Receiver:
         Raises:
             WorkerError: it cannot be.
         """
-        job = Hash(title=f"sync {path}", name=path, ranges=(), size=0, sync=True)
+        timeout = self._stall_timeout
+        job = Hash(title=f"sync {path}", name=path, ranges=(), size=0, sync=True, stall_timeout=timeout)
         await self._node.pool.run(job, files=[partial.descriptor])
 
     async def _keep_journal(
@@ -219,12 +220,17 @@ class Receiver:
         done: list[int],
         keeping: asyncio.Task[None] | None,
     ) -> None:
-        if keeping is None:
-            return
-        keeping.cancel()
-        await settled(keeping)
+        await _end(keeping)
+        if keeping is None or self._node.pool.still_writes(partial.descriptor):
+            return  # a disk that does not answer keeps nothing
         with contextlib.suppress(FlareError):  # the failure that ended the transfer says more
             await self._record(file, partial, shares, done)
+
+
+async def _end(keeping: asyncio.Task[None] | None) -> None:
+    if keeping is not None:
+        keeping.cancel()
+        await settled(keeping)
 
 
 def worst_of(problems: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -118,6 +118,7 @@ class Shelf:
                 verified, and is said to be.
         """
         doomed = None
+        await in_thread(self._reach_disk)
         if take_back:
             doomed = self._cache.take_unfinished(self._entry, self._stock.brought, own_pins=1)
         if doomed is not None:
@@ -128,11 +129,16 @@ class Shelf:
                 await in_thread(self.mark, PART_MARKER)
         await in_thread(self._forget_blobs)
 
+    def _reach_disk(self) -> None:
+        """Wait until the disk takes changes: those that follow hold everybody up if it hangs. Blocks."""
+        self._cache.new_arrival().unlink(missing_ok=True)
+
     async def remove(self) -> bool:
         """Remove the directory: a byte was wrong; return False where somebody else uses it.
 
         It is unverified then.
         """
+        await in_thread(self._reach_disk)
         try:
             # The check and the renaming happen without an await, so that no pin can come in between.
             doomed = self._cache.take_damaged(self._folder, None, own_pins=1)
