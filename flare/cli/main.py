@@ -37,7 +37,7 @@ COMMANDS = {
     "publisher": ("flare.cli.publisher", "publisher", "Make and accept the keys that sign cores."),
     "completion": ("flare.cli.completion", "completion", "Print the shell completion script."),
 }
-NEEDS_UNIX = ("agent", "orbit", "run", "engine")
+RUNS_EVERYWHERE = ("completion",)  # all others lock and own files as only Unix does
 
 
 class LazyGroup(click.Group):
@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
         if entry is None:
             return None
         module, attribute, _ = entry
-        if sys.platform == "win32" and cmd_name in NEEDS_UNIX:
+        if sys.platform == "win32" and cmd_name not in RUNS_EVERYWHERE:
             refuse_windows(cmd_name)
         command: click.Command = getattr(import_module(module), attribute)
         return command
@@ -106,8 +106,12 @@ class RootGroup(LazyGroup):
 
 
 def refuse_windows(command: str) -> NoReturn:
-    """End the program with one sentence: Windows has neither the agent nor the controller."""
-    click.echo(f"flare: error: `flare {command}` runs on Linux and macOS, not on Windows.", err=True)
+    """End the program with one sentence."""
+    click.echo(
+        f"flare: error: `flare {command}` does not run on Windows: a controller needs Linux or macOS, a node "
+        "Linux.",
+        err=True,
+    )
     raise SystemExit(EXIT_UNSUPPORTED)
 
 
