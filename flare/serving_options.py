@@ -15,6 +15,7 @@ from typing import Final
 
 from flare.engines.arguments import check_engine_arguments
 from flare.errors import UsageError
+from flare.limits import MAX_STREAMS
 from flare.printable import printable
 from flare.sizes import parse_size
 
@@ -46,6 +47,9 @@ _HOST = re.compile(
 
 RANK_ZERO_OPTIONS: Final = frozenset({"--host", "--port", "--api-key-file"})
 """What only the front of rank zero needs: a grant's `rank_zero` words."""
+
+GRANT_OPTIONS: Final = frozenset({"--transfer-streams"})
+"""What a grant's `serving` words may say besides; on a command line it is an option of the launch."""
 
 FLAGS: Final = frozenset({"--verify-weights", "--allow-unsafe-engine-args"})
 VALUED: Final = frozenset(
@@ -82,6 +86,7 @@ class ServingOptions:
         served_name: the model's name in the HTTP interface.
         engine_arguments: words passed on to the engine, in order.
         allow_unsafe_engine_arguments: also pass on words that are not known to be harmless.
+        transfer_streams: connections for a file that a rank receives from rank zero.
     """
 
     host: str | None = None
@@ -96,6 +101,7 @@ class ServingOptions:
     served_name: str | None = None
     engine_arguments: tuple[str, ...] = ()
     allow_unsafe_engine_arguments: bool = False
+    transfer_streams: int | None = None
 
     @property
     def http_host(self) -> str:
@@ -119,6 +125,7 @@ class ServingOptions:
             ("--memory-limit", self.memory_limit),
             ("--drain-timeout", None if self.drain_timeout is None else f"{self.drain_timeout:g}"),
             ("--served-name", self.served_name),
+            ("--transfer-streams", self.transfer_streams),
         ):
             if value is not None:
                 words += [option, str(value)]
@@ -217,9 +224,9 @@ def parse_grant_words(serving: Sequence[str], rank_zero: Sequence[str]) -> Servi
     Raises:
         UsageError: as parse_serving, and an option that stands in the wrong list.
     """
-    parse_serving(serving, only=SERVING_OPTIONS - RANK_ZERO_OPTIONS)
+    parse_serving(serving, only=SERVING_OPTIONS - RANK_ZERO_OPTIONS | GRANT_OPTIONS)
     parse_serving(rank_zero, only=RANK_ZERO_OPTIONS)
-    return parse_serving([*serving, *rank_zero])
+    return parse_serving([*serving, *rank_zero], only=SERVING_OPTIONS | GRANT_OPTIONS)
 
 
 def _with_option(options: ServingOptions, name: str, value: str) -> ServingOptions:
@@ -253,6 +260,8 @@ def _with_option(options: ServingOptions, name: str, value: str) -> ServingOptio
                     f"beginning with a letter or digit, not {printable(value)!r}."
                 )
             return replace(options, served_name=value)
+        case "--transfer-streams":
+            return replace(options, transfer_streams=_number(name, value, 1, MAX_STREAMS))
         case "--verify-weights":
             return replace(options, verify_weights=True)
         case _:

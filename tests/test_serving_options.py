@@ -31,6 +31,7 @@ EVERYTHING = ServingOptions(
     served_name="org/model:1",
     engine_arguments=("--flash-attn", "on", "-b=512"),
     allow_unsafe_engine_arguments=True,
+    transfer_streams=4,
 )
 
 
@@ -97,6 +98,11 @@ def test_a_grants_lists_are_kept_apart() -> None:
         parse_grant_words(["--port", "1"], [])
     with pytest.raises(UsageError, match="--threads is no serving option"):
         parse_grant_words([], ["--threads", "1"])
+    assert parse_grant_words(["--transfer-streams", "64"], []).transfer_streams == 64
+    with pytest.raises(UsageError, match="--transfer-streams takes a whole number from 1 to 64"):
+        parse_grant_words(["--transfer-streams", "65"], [])
+    with pytest.raises(UsageError, match="--transfer-streams is no serving option"):
+        parse_serving(["--transfer-streams", "4"])
     assert RANK_ZERO_OPTIONS < SERVING_OPTIONS == FLAGS | VALUED
 
 

@@ -115,7 +115,8 @@ def plan_request(orbit: OrbitFile, options: RunOptions) -> LaunchRequest:
         candidates=candidates,
         listed=listed,
         gpus=definition.gpus or None,
-        options=serving,
+        # Ranks hear it in the grant; a saved group keeps it as what it is, an option of the launch.
+        options=replace(serving, transfer_streams=definition.transfer_streams),
         streams=definition.transfer_streams or DEFAULT_TRANSFER_STREAMS,
         publisher_keys=tuple(Path(path) for path in definition.publisher_keys),
         trust_store=Path(definition.trust_store) if definition.trust_store else None,

@@ -63,6 +63,12 @@ def test_single_host() -> None:
     ]  # fmt: skip
 
 
+def test_a_peer_receives_over_as_many_streams_as_the_launch_says() -> None:
+    grant = replace(GRANT, serving=("--transfer-streams", "4"))
+    command = rank_command(grant, grant.members[1], replace(FILES, core=None))
+    assert command[-2:] == ("--transfer-streams", "4")
+
+
 def test_the_front_is_rank_zeros() -> None:
     zero, peer = GRANT.members
     assert front_address(GRANT, zero) == "127.0.0.1:8123"

@@ -70,7 +70,9 @@ def test_the_command_line_wins_over_the_saved_group() -> None:
     assert request.reference == LocalReference("./other.safetensors")
     assert request.gpus == (0,)
     assert request.streams == 9
-    assert request.options.serving_words() == ("--max-concurrency", "2", "--context-length", "4096")
+    words = ("--max-concurrency", "2", "--context-length", "4096")
+    assert request.definition.serving == words
+    assert request.options.serving_words() == (*words, "--transfer-streams", "9")  # what ranks hear
     assert request.options.rank_zero_words() == ("--host", "0.0.0.0", "--port", "9000")
 
 
