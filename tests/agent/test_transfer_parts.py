@@ -103,6 +103,64 @@ def test_another_wish_for_the_same_core_waits() -> None:
     asyncio.run(scenario())
 
 
+def test_a_failure_is_told_before_what_it_left_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare.agent.transfers.running.TELL_AFTER", 0.02)
+
+    async def scenario() -> None:
+        transfers, cleared = Transfers(), asyncio.Event()
+
+        async def fails(progress: Progress) -> TransferReply:
+            problem = TransferError("it stalled")
+            with progress.clearing_up(problem):
+                await cleared.wait()
+            raise problem
+
+        waiting = [
+            asyncio.create_task(transfers.join("core", "all", fails, lambda _: None)) for _ in range(2)
+        ]
+        for each in waiting:
+            with pytest.raises(TransferError, match="it stalled"):
+                await each
+        assert transfers.runs("core"), "it clears up"
+        for wish in ("all", "other"):
+            with pytest.raises(BusyError, match="is still being removed: the disk of this node's cache"):
+                await transfers.join("core", wish, fails, lambda _: None)
+        cleared.set()
+        await asyncio.sleep(0.02)
+        assert not transfers.runs("core")
+
+    asyncio.run(scenario())
+
+
+def test_who_is_cancelled_does_not_wait_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare.agent.transfers.running.TELL_AFTER", 0.02)
+
+    async def scenario() -> None:
+        transfers, cleared = Transfers(), asyncio.Event()
+
+        async def hangs(progress: Progress) -> TransferReply:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as problem:
+                with progress.clearing_up(problem):
+                    await cleared.wait()
+                raise
+            return REPLY
+
+        waiting = asyncio.create_task(transfers.join("core", "all", hangs, lambda _: None))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(waiting, 5)
+        with pytest.raises(BusyError, match="is still being removed"):
+            await transfers.join("core", "all", hangs, lambda _: None)
+        cleared.set()
+        await asyncio.sleep(0.02)
+        assert not transfers.runs("core")
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_caller_waits_for_its_thread() -> None:
     async def scenario() -> None:
         go = threading.Event()
