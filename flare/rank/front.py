@@ -74,6 +74,7 @@ class Front:
         self._state = state
         self._keys = keys
         self._clock = clock
+        self._paths = adapter.http_paths | adapter.optional_paths  # until the engine can be asked
         self._names: frozenset[str] = frozenset()
         self._held = 0  # bytes of bodies
         self._engine = ""
@@ -119,13 +120,15 @@ class Front:
         shown = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host  # noqa: S104
         return f"http://{show((shown, actual[1]))}"
 
-    def open(self, engine_port: int, slots: int) -> None:
+    def open(self, engine_port: int, slots: int, paths: frozenset[str]) -> None:
         """Begin to pass requests on.
 
         Args:
             engine_port: the engine's, on the loopback address.
             slots: requests that it runs at once.
+            paths: what it serves.
         """
+        self._paths = paths
         self._engine = f"http://127.0.0.1:{engine_port}"
         self._slots = asyncio.Semaphore(slots)
         self._slot_count = slots
@@ -198,8 +201,8 @@ class Front:
         return web.Response(body=prometheus(document).encode(), headers={"Content-Type": PROMETHEUS_TYPE})
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path not in (*_OWN_PATHS, *self._adapter.http_paths):
-            known = ", ".join(sorted(self._adapter.http_paths))
+        if request.path not in (*_OWN_PATHS, *self._paths):
+            known = ", ".join(sorted(self._paths))
             return refusal(
                 404, "not_found", f"There is no such path here. Served: {known}, {', '.join(_OWN_PATHS)}."
             )

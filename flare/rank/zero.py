@@ -41,6 +41,8 @@ from flare.system import free_port
 LOADING_LIMIT: Final = 3600.0
 """Seconds for the engine to become ready: 200 GB from a slow disk take half of that."""
 HEALTH_INTERVAL: Final = 0.02
+PATHS_LIMIT: Final = 5.0
+"""Seconds for the engine to tell which optional paths it serves: a millisecond is usual."""
 QUIET_LIMIT: Final = 2.0
 """Seconds for the engine to finish what the front no longer sees, before SIGTERM."""
 
@@ -263,9 +265,11 @@ class ZeroRank:
         # An engine dies when a peer does; then that peer is the cause, and its own words come in a moment.
         watching = watch_engine(engine, 0, self._failure, after=CAUSE_LIMIT)
         self._watchers.append(asyncio.create_task(watching))
-        await self._wait_until_ready(f"http://127.0.0.1:{context.port}{adapter.health_path}")
+        url = f"http://127.0.0.1:{context.port}"
+        await self._wait_until_ready(url + adapter.health_path)
+        paths = await served_paths(url, adapter)
         assert self._front is not None
-        self._front.open(context.port, agreement.slots)
+        self._front.open(context.port, agreement.slots, paths)
 
     def _note_holding(self, adapter: EngineAdapter, line: str) -> None:
         """Note what a rank holds, where the engine tells it of that rank's port."""
@@ -379,3 +383,24 @@ class ZeroRank:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+async def served_paths(url: str, adapter: EngineAdapter) -> frozenset[str]:
+    """Return what this build of the engine serves; what it does not answer in time counts as not served.
+
+    Args:
+        url: of the engine, which is ready.
+    """
+
+    async def serves(path: str) -> bool:
+        try:
+            async with session.post(url + path, json={}) as response:
+                return response.status not in (404, 405, 501)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    timeout = aiohttp.ClientTimeout(total=PATHS_LIMIT)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        optional = sorted(adapter.optional_paths)
+        found = await asyncio.gather(*map(serves, optional))
+    return adapter.http_paths | {path for path, there in zip(optional, found, strict=True) if there}

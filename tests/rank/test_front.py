@@ -37,6 +37,7 @@ class Upstream:
     async def start(self) -> None:
         application = web.Application()
         application.router.add_post(PATH, self.complete)
+        application.router.add_post("/v1/responses", self.complete)
         application.router.add_get("/v1/models", self.models)
         application.router.add_get("/metrics", self.tell)
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
@@ -113,13 +114,16 @@ class Lab:
 
 @contextlib.asynccontextmanager
 async def opened(
-    slots: int = 2, keys: frozenset[bytes] = frozenset(), engine: bool = True
+    slots: int = 2,
+    keys: frozenset[bytes] = frozenset(),
+    engine: bool = True,
+    paths: frozenset[str] = LlamaCpp.http_paths,
 ) -> AsyncIterator[Lab]:
     lab = Lab(keys)
     await lab.upstream.start()
     lab.url = await lab.front.start("127.0.0.1", 0)
     if engine:
-        lab.front.open(lab.upstream.port, slots)
+        lab.front.open(lab.upstream.port, slots, paths)
     async with aiohttp.ClientSession() as client:
         lab.client = client
         yield lab
@@ -139,6 +143,24 @@ def test_a_request_goes_through_and_only_its_own_headers() -> None:
             assert lab.document.requests.completed_total == 1
             async with lab.client.get(lab.url + "/v1/models") as response:
                 assert await response.json() == {"data": []}
+
+    run(work())
+
+
+def test_responses_go_through_where_the_engine_has_them() -> None:
+    async def work() -> None:
+        path = "/v1/responses"
+        async with opened(engine=False) as lab, lab.client.post(lab.url + path, json={}) as response:
+            assert response.status == 503  # nobody knows yet
+        async with opened() as lab, lab.client.post(lab.url + path, json={}) as response:
+            assert response.status == 404
+        key = hashlib.sha256(b"secret").digest()
+        async with opened(keys=frozenset({key}), paths=frozenset({path})) as lab:
+            async with lab.client.post(lab.url + path, json={}) as response:
+                assert response.status == 401
+            headers = {"Authorization": "Bearer secret"}
+            async with lab.client.post(lab.url + path, json={"input": "hi"}, headers=headers) as response:
+                assert (response.status, lab.upstream.seen[-1].path) == (200, path)
 
     run(work())
 

@@ -221,6 +221,10 @@ def test_three_ranks_answer_each_holds_layers_and_a_drain_finishes_the_stream(
 ) -> None:
     group.start(cores(3), 3)
     assert "Paris" in group.chat()
+    asked = {"input": QUESTION, "temperature": 0, "max_output_tokens": 30}
+    status, answer = group.ask("POST", "/v1/responses", asked)  # the pinned build has it
+    assert (status, answer["object"]) == (200, "response")
+    assert "Paris" in json.dumps(answer["output"])
     holds = re.findall(r"(?m)^rank (\d) .*holds ([\d.]+) (MiB of weights|of 31 layers)", group.output(0))
     assert {rank for rank, *_ in holds} == {"0", "1", "2"}
     assert all(float(amount) > 1 for _, amount, _ in holds)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import aiohttp.web
 import pytest
 
 from flare.cores.primary import Primary, load_primary
@@ -26,6 +27,7 @@ from flare.errors import (
     UsageError,
 )
 from flare.rank import zero as module
+from flare.rank.engines.llama_cpp import LlamaCpp
 from flare.rank.group import PeerGroup
 from flare.rank.launch import Accepted, StopSignals
 from flare.rank.lifecycle import Lifecycle, Phase
@@ -143,6 +145,27 @@ def test_alone_it_goes_the_whole_way(tmp_path: Path) -> None:
             assert phases == [
                 "resolving", "verifying", "agreeing", "loading", "serving", "draining", "stopped",
             ]  # fmt: skip
+
+    run(work())
+
+
+@pytest.mark.parametrize(("status", "there"), [(400, True), (200, True), (404, False), (501, False)])
+def test_which_optional_paths_an_engine_serves(status: int, there: bool) -> None:
+    async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        assert await request.json() == {}
+        return aiohttp.web.Response(status=status)
+
+    async def work() -> None:
+        application = aiohttp.web.Application()
+        application.router.add_post("/v1/responses", answer)
+        runner = aiohttp.web.AppRunner(application)
+        await runner.setup()
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        expected = LlamaCpp.http_paths | (LlamaCpp.optional_paths if there else frozenset())
+        assert await module.served_paths(url, LlamaCpp()) == expected
+        await runner.cleanup()
+        assert await module.served_paths(url, LlamaCpp()) == LlamaCpp.http_paths  # it went meanwhile
 
     run(work())
 

@@ -65,7 +65,9 @@ class EngineAdapter(Protocol):
 
     name: str
     http_paths: frozenset[str]
-    """What it serves of the OpenAI interface."""
+    """What every build of it serves of the OpenAI interface."""
+    optional_paths: frozenset[str]
+    """What some builds serve besides: an empty JSON object, posted there, shows which ones."""
     health_path: str
     metrics_path: str
 

@@ -48,6 +48,7 @@ class LlamaCpp:
 
     name = "llama.cpp"
     http_paths = frozenset({"/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+    optional_paths = frozenset({"/v1/responses"})
     health_path = "/health"
     metrics_path = "/metrics"
 
