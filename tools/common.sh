@@ -39,6 +39,18 @@ preflight() {
     sudo apt-get install ${missing[*]}"
 }
 
+# Prints what building the engine needs, for preflight, where no ready-made one fits and none was built yet: all that
+# `flare engine install` would ask for after the downloads (flare/engines/install.py, BUILD_TOOLS and OLDEST_GLIBC).
+engine_packages() {
+    local libc version
+    [ -e .quickstart/data/flare/engines/llama.cpp/engine.json ] && return
+    read -r libc version <<<"$(getconf GNU_LIBC_VERSION 2>/dev/null || true)"
+    if [ "$(uname -m)" != x86_64 ] || [ "$libc" != glibc ] ||
+        ! printf '%s\n' 2.35 "$version" | sort -C -V; then
+        printf '%s\n' cmake:cmake ninja-build:ninja g++:c++
+    fi
+}
+
 # Make (or bring up to date) the virtual environment $1 with flare and its extra $2 (may be empty).
 # A stamp of pyproject.toml keeps the second run down to a moment.
 prepare_venv() {

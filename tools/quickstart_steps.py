@@ -110,7 +110,7 @@ def flare(home: Path, *words: str, text: str | None = None, show: bool = True) -
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)  # it tidies up after itself
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=TIDY_WITHIN)
+            process.wait(TIDY_WITHIN)  # a second `communicate` fails where the first one closed its input
         process.kill()
         process.wait()
         raise

@@ -1,0 +1,100 @@
+"""What the quickstart does before and around its steps: missing packages, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+NEEDED = ("bash", "dirname", "getconf", "grep", "id", "sort")
+
+
+def checkout(folder: Path, machine: str, libc: str) -> tuple[Path, dict[str, str]]:
+    """Copy the tools, and make a PATH of what all systems have; `uname` and `getconf` say what they should."""
+    (folder / "tools").mkdir()
+    for name in ("common.sh", "quickstart"):
+        shutil.copy(TOOLS / name, folder / "tools" / name)
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in NEEDED:
+        found = shutil.which(name)
+        assert found is not None
+        (programs / name).symlink_to(found)
+    (programs / "python3").symlink_to(sys.executable)
+    says = {"uname": machine, "getconf": libc, "ldconfig": "libgomp.so.1"}
+    for name, text in says.items():
+        (programs / name).unlink(missing_ok=True)
+        (programs / name).write_text(f"#!{programs}/bash\necho '{text}'\n")
+        (programs / name).chmod(0o755)
+    return folder / "tools/quickstart", {"PATH": str(programs), "HOME": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("machine", "libc"), [("aarch64", "glibc 2.39"), ("x86_64", "glibc 2.31"), ("x86_64", "")]
+)
+def test_what_building_the_engine_needs_is_named_at_once(tmp_path: Path, machine: str, libc: str) -> None:
+    script, environment = checkout(tmp_path, machine, libc)
+    done = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "quickstart: these system packages are missing; install them, then run this again:",
+        "    sudo apt-get install cmake ninja-build g++",
+    ]
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("machine", "libc", "built"),
+    [("x86_64", "glibc 2.35", False), ("x86_64", "glibc 2.100", False), ("aarch64", "glibc 2.39", True)],
+)
+def test_a_ready_made_engine_needs_no_compiler(tmp_path: Path, machine: str, libc: str, built: bool) -> None:
+    script, environment = checkout(tmp_path, machine, libc)
+    if built:
+        record = tmp_path / ".quickstart/data/flare/engines/llama.cpp/engine.json"
+        record.parent.mkdir(parents=True)
+        record.write_text("{}")
+    command = f"cd {tmp_path} && . tools/common.sh && engine_packages"
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), script
+
+
+def test_ctrl_c_while_a_command_reads_its_input_ends_cleanly(tmp_path: Path) -> None:
+    """The command has read its input, as `flare orbit pair` has its code, and is busy."""
+    program = tmp_path / "flare"
+    program.write_text(f"#!/bin/sh\ncat >{tmp_path}/read\necho $$ >{tmp_path}/pid\nexec sleep 60\n")
+    program.chmod(0o755)
+    code = (
+        "import pathlib, quickstart_steps as steps\n"
+        f"steps.FLARE = pathlib.Path({str(program)!r})\n"
+        f"steps.run = lambda _: steps.flare(pathlib.Path({str(tmp_path / 'home')!r}), 'pair', text='code')\n"
+        "raise SystemExit(steps.main())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(TOOLS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, complaints
+    assert complaints == "\nquickstart: interrupted; nothing is left running.\n"
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
