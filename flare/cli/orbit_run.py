@@ -60,7 +60,8 @@ def run(core: str | None, dry_run: bool, detach: bool, as_json: bool, **argument
     """Place a core's ranks on nodes, start them under their agents, and follow their output.
 
     CORE is a primary .safetensors file here, or NODE:/absolute/path on a paired node. Ctrl-C stops the
-    group, a second Ctrl-C leaves at once. Ends with exit code 15 when a rank failed.
+    group, a second Ctrl-C leaves at once. Ends with exit code 15 when a rank failed, and with 0 when the
+    group stopped cleanly, also after Ctrl-C.
 
     \b
     Example:  flare orbit run ./smollm2-tp2.safetensors --dry-run

@@ -60,7 +60,8 @@ def run(**arguments: Any) -> int:
     Rank zero:    flare run CORE --rank 0 --rendezvous 0.0.0.0:29800 --rendezvous-key-file FILE
     A peer:       flare run --rank 1 --rendezvous ZERO:29800 --rendezvous-key-file FILE
 
-    Ctrl-C or SIGTERM finishes the running requests and ends; once more, two seconds later, ends at once.
+    Ctrl-C or SIGTERM finishes the running requests and ends with exit code 0; once more, two seconds later,
+    ends at once, with 1 when requests were cut.
     """
     from flare.cli.output import say
 
