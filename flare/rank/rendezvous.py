@@ -187,11 +187,13 @@ class Rendezvous:
                 await self._complete.wait()
         except TimeoutError:
             missing = [str(rank) for rank in range(1, self.ranks) if rank not in self.members]
-            what = f"rank {missing[0]}" if len(missing) == 1 else f"the ranks {', '.join(missing)}"
+            one = len(missing) == 1
+            what = f"rank {missing[0]}" if one else f"the ranks {', '.join(missing)}"
+            whose = "Its own output says why; it must" if one else "Their own output says why; they must"
             why = f" Refused meanwhile: {self._refused}" if self._refused else ""
             raise RankError(
-                f"After {seconds:.0f} s {what} had not joined. Their own output says why; they must reach "
-                f"this address and have the same launch key.{why}"
+                f"After {seconds:.0f} s {what} had not joined. {whose} reach this address and have the same "
+                f"launch key.{why}"
             ) from None
 
     async def tell(self, message: dict[str, Any]) -> None:
