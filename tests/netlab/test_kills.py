@@ -2,7 +2,9 @@
 
 A core goes down a chain: host0 has it, or gets it from the controller; host1 gets a part of it and passes the
 rest on; host2 gets all of it. In each round one process is killed: an agent, a worker, a spawner, or the
-controller's command. The moments are drawn from a seed, which is printed:
+controller's command; or a worker is stopped, so that it hangs. There are rounds over a host that holds a part
+of the core already and now gets all of it, and rounds of an upload alone. The moments are drawn from a seed,
+which is printed:
 
     FLARE_KILL_ROUNDS=50 FLARE_KILL_SEED=7 python -m pytest -s tests/netlab/test_kills.py
 """
@@ -25,27 +27,41 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flare.agent.cache import PART_MARKER
 from flare.cores.marker import AGENT_MARKER, read_marker
 from flare.cores.primary import Primary, load_primary
 from flare.cores.verify import verify_core
 from netlab import Host, Lab
 from tests.cores.making import MIB, write_core
-from tests.netlab.agents import Agents, agents
+from tests.netlab.agents import STALL_SECONDS, Agents, agents
 from tests.netlab.test_transfers import slow_down
 
 pytestmark = pytest.mark.root
 
 ROUNDS = int(os.environ.get("FLARE_KILL_ROUNDS", "5"))
+FEW_ROUNDS = int(os.environ.get("FLARE_KILL_ROUNDS", "2"))
 SEED = int(os.environ.get("FLARE_KILL_SEED", secrets.randbelow(1_000_000)))
 HOSTS = 3
 WEIGHTS = "model/weights.safetensors"
 SIZES = {WEIGHTS: 24 * MIB + 12345, "model/more.safetensors": 3 * MIB + 1, "model/config.json": 700}
 PARTS: list[list[list[int]] | None] = [None, [[0, MIB, MIB], [1, 0, MIB]], None]  # what each rank reads
+# The same where the last host reads a part, too: in the opposite order it is the first, and gets everything.
+BOTH_PARTS: list[list[list[int]] | None] = [None, [[0, MIB, MIB]], [[0, 4 * MIB, 9 * MIB], [1, MIB, MIB]]]
 VICTIMS = (
     *((kind, host) for kind in ("agent", "worker", "spawner") for host in range(HOSTS)),
     ("controller", None),
 )
+HANGING = tuple(("hanging worker", host) for host in range(HOSTS))
+OF_UPLOADS = (
+    ("controller", None),
+    ("controller's worker", None),
+    ("controller's hanging worker", None),
+    *((kind, 0) for kind in ("agent", "worker", "hanging worker", "spawner")),
+)
 END_SECONDS = 5.0  # in which everything that belonged to a killed process is gone
+HANG_SECONDS = (
+    END_SECONDS + STALL_SECONDS + 5.0
+)  # the same for a worker that hangs: first it has to be noticed
 CODES = (0, 4, 12)  # how a push ends that was over, cannot reach a node, or lost a transfer
 
 
@@ -66,7 +82,7 @@ class Published:
             done: whether everything must be there, and marked.
         """
         states = [self._check(folder) for folder in self.folders(host)]
-        assert not done or states == ["all, marked"], (host.name, states)
+        assert not done or set(states) == {"all, marked"}, (host.name, states)
         return f"{host.name} has {' and '.join(states) or 'nothing'}"
 
     def _check(self, folder: Path) -> str:
@@ -75,14 +91,12 @@ class Published:
         name, _, rank = folder.name.partition("-rank")
         assert name == f"{primary.index.export.hex()}-{primary.size}"
         wanted = primary.index.wanted(int(rank)) if rank else primary.index.complete()
-        marker = read_marker(folder / AGENT_MARKER)
-        there = {
-            path.relative_to(folder).as_posix()
-            for path in folder.rglob("*")
-            if path.is_file() and path.parent.joinpath(path.name) != folder / AGENT_MARKER
-        }
+        marker, part = read_marker(folder / AGENT_MARKER), read_marker(folder / PART_MARKER)
+        there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        there -= {AGENT_MARKER, PART_MARKER}
         names = {primary.index.files[number].path: ranges.runs for number, ranges in wanted.items()}
         assert there <= {*names, primary.path.name}, there
+        assert part is None or part.files.keys() <= there, (there, part)
         if primary.path.name in there:
             assert (folder / primary.path.name).read_bytes() == primary.path.read_bytes()
         for path in there & names.keys():
@@ -119,19 +133,20 @@ class Watched:
         self._shared = shared_memory()
         self._descriptors: dict[int, int] = {}
 
-    def check(self, *, resuming: bool = False, killed: bool = False) -> None:
+    def check(self, *, resuming: bool = False, killed: bool = False, seconds: float = END_SECONDS) -> None:
         """Assert that all of it is as it was, within a few seconds.
 
         Args:
             resuming: whether a failed transfer may have left what the next one goes on with.
             killed: whether the controller was killed: its next push tidies up after it.
+            seconds: how long that may take.
         """
         for index in range(HOSTS):
-            soon(lambda index=index: self.strays(index))  # type: ignore[misc]
-            soon(lambda index=index: self.dead(index))  # type: ignore[misc]
+            soon(lambda index=index: self.strays(index), seconds)  # type: ignore[misc]
+            soon(lambda index=index: self.dead(index), seconds)  # type: ignore[misc]
             if index in self.made.processes:
-                soon(lambda index=index: self.leaked(index))  # type: ignore[misc]
-                soon(lambda index=index: self.unfinished(index, resuming))  # type: ignore[misc]
+                soon(lambda index=index: self.leaked(index), seconds)  # type: ignore[misc]
+                soon(lambda index=index: self.unfinished(index, resuming), seconds)  # type: ignore[misc]
         controller = self.made.lab.controller
         soon(lambda: processes(controller))
         soon(lambda: sorted(shared_memory() - self._shared))
@@ -237,7 +252,7 @@ def descriptors(pid: int) -> list[str]:
 def spawner_of(agent: int) -> int | None:
     for each in psutil.Process(agent).children():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if each.status() != psutil.STATUS_ZOMBIE and each.cmdline()[0] == "flare: spawner":
+            if each.status() != psutil.STATUS_ZOMBIE and each.cmdline()[:1] == ["flare: spawner"]:
                 return each.pid
     return None
 
@@ -250,7 +265,7 @@ def busy_workers(spawner: int) -> list[int]:
     found = []
     for pid in workers(spawner):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).cmdline()[0] not in ("flare: worker idle", "flare: spawner"):
+            if psutil.Process(pid).cmdline()[:1] not in ([], ["flare: worker idle"], ["flare: spawner"]):
                 found.append(pid)
     return found
 
@@ -258,29 +273,29 @@ def busy_workers(spawner: int) -> list[int]:
 def kill(
     made: Agents, kind: str, host: int | None, push: subprocess.Popen[str], chance: random.Random
 ) -> bool:
-    """Kill a process; return whether there was one: workers are there while something moves."""
-    if host is None:
+    """Kill or stop a process; return whether there was one: workers are there while something moves."""
+    if kind == "controller":
         push.kill()
         return True
     if kind == "agent":
+        assert host is not None
         made.kill(host)
         return True
-    while True:
-        spawner = spawner_of(made.processes[host].pid)
-        assert spawner is not None
-        victims = [spawner] if kind == "spawner" else busy_workers(spawner)
+    number = signal.SIGSTOP if "hanging" in kind else signal.SIGKILL
+    while push.poll() is None:
+        spawner = spawner_of(push.pid if host is None else made.processes[host].pid)
+        victims = [] if spawner is None else [spawner] if kind == "spawner" else busy_workers(spawner)
         if victims:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(chance.choice(victims), signal.SIGKILL)
+                os.kill(chance.choice(victims), number)
             return True
-        if push.poll() is not None:
-            return False
         time.sleep(0.005)
+    return False
 
 
 def revive(made: Agents, kind: str, host: int | None) -> None:
     """Start again what was killed; an agent without a spawner ends when it is asked to."""
-    if host is None or kind == "worker":
+    if host is None or "worker" in kind:
         return
     if kind == "spawner":
         agent = made.processes.pop(host)
@@ -302,14 +317,36 @@ class Scene:
     @contextlib.contextmanager
     def push(self) -> Iterator[Push]:
         """Write a core on host0 or the controller; it goes, wherever it went, after the block."""
+        with self._core(PARTS, local=self.chance.random() < 0.3) as (core, name):
+            resume = ["--resume"] if self.chance.random() < 0.3 else []
+            words = (name, "--to", "host0,host1,host2", "--roce-chain", *resume)
+            yield Push(self.made, self.watched, core, words)
+
+    @contextlib.contextmanager
+    def push_to_who_has_a_part(self) -> Iterator[Push]:
+        """The same in the opposite order, after host2 got a part, and with it less than it gets now."""
+        with self._core(BOTH_PARTS, local=False) as (core, name):
+            words = (name, "--to", "host0,host1,host2", "--roce-chain")
+            parts = Push(self.made, self.watched, core, words)
+            self.made.push(*words)
+            parts.states(done=True)
+            resume = ["--resume"] if self.chance.random() < 0.3 else []
+            words = (name, "--to", "host2,host1,host0", "--roce-chain", *resume)
+            yield Push(self.made, self.watched, core, words)
+
+    @contextlib.contextmanager
+    def upload(self) -> Iterator[Push]:
+        """An upload of the controller's core to host0 alone."""
+        with self._core([None], local=True) as (core, name):
+            yield Push(self.made, self.watched, core, (name, "--to", "host0"), taker=0)
+
+    @contextlib.contextmanager
+    def _core(self, parts: list[list[list[int]] | None], *, local: bool) -> Iterator[tuple[Path, str]]:
         lab = self.made.lab
-        local, resume = self.chance.random() < 0.3, self.chance.random() < 0.3
         folder = (lab.controller if local else lab.hosts[0]).home / "core"
         files = {path: self.chance.randbytes(size) for path, size in SIZES.items()}
-        core = write_core(folder, files, ranks=HOSTS, rank_ranges=PARTS)
-        name = str(core) if local else f"host0:{core}"
-        words = (name, "--to", "host0,host1,host2", "--roce-chain", *(["--resume"] if resume else []))
-        yield Push(self.made, self.watched, core, words, resume)
+        core = write_core(folder, files, ranks=len(parts), rank_ranges=parts)
+        yield core, str(core) if local else f"host0:{core}"
         for host in lab.hosts:
             for entry in (host.home / ".cache/flare/cores").iterdir():
                 shutil.rmtree(entry)
@@ -318,21 +355,30 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One core on its way."""
+    """One core on its way.
+
+    Args:
+        taker: the host that gets all of it.
+    """
 
     made: Agents
     watched: Watched
     core: Path
     words: tuple[str, ...]
-    resume: bool
+    taker: int = 2
+
+    @property
+    def resume(self) -> bool:
+        return "--resume" in self.words
 
     def __str__(self) -> str:
         source = "host0" if self.words[0].startswith("host0:") else "the controller"
-        return f"a push from {source}{' with --resume' * self.resume}"
+        return f"a push from {source} {' '.join(self.words[1:])}"
 
     def states(self, *, done: bool = False) -> list[str]:
         """Check what the hosts have published; return how much it is."""
         published = Published(load_primary(self.core))
+        # What a controller sent, to host0, is verified by whoever loads it.
         return [published.check(host, done=done and host.name != "host0") for host in self.made.lab.hosts]
 
     def complete(self) -> float:
@@ -340,56 +386,87 @@ class Push:
         began = time.monotonic()
         document = self.made.push(*self.words)
         seconds = time.monotonic() - began
-        # What a controller sent is verified by whoever loads it.
         assert all(node["skipped"] or node["verified"] for node in document["nodes"][1:])
-        self.states(done=True)
-        (folder,) = Published(load_primary(self.core)).folders(self.made.lab.hosts[2])
+        self.states(done=bool(self.taker))
+        folders = Published(load_primary(self.core)).folders(self.made.lab.hosts[self.taker])
+        complete = [folder for folder in folders if "-rank" not in folder.name]
+        (folder,) = complete or folders
         verify_core(folder / self.core.name)
         self.watched.check()
         return seconds
 
 
 @contextlib.contextmanager
-def scene(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+def scene(folder: Path, monkeypatch: pytest.MonkeyPatch, *, uploads: bool = False) -> Iterator[Scene]:
     temporary = folder / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     with Lab(HOSTS, topology="chain", folder=folder) as lab, agents(lab, folder) as made:
-        slow_down(lab.hosts[0])
-        yield Scene(made, Watched(made, temporary), random.Random(SEED))
+        slow_down(lab.controller if uploads else lab.hosts[0])
+        settings = lab.controller.home / ".config/flare/config.toml"
+        settings.write_text(f"[agent]\nstall_timeout = {STALL_SECONDS}\n")
+        now = Scene(made, Watched(made, temporary), random.Random(SEED))
+        print(f"\nFLARE_KILL_SEED={SEED}")
+        yield now
+        for index in range(HOSTS):
+            assert "Traceback" not in made.log(index)
+            assert "never retrieved" not in made.log(index)
+
+
+def go_through(
+    now: Scene,
+    rounds: int,
+    victims: Sequence[tuple[str, int | None]],
+    begin: Callable[[], contextlib.AbstractContextManager[Push]],
+) -> None:
+    """Kill one victim a round, and see that nothing wrong is published and nothing is left."""
+    made, chance = now.made, now.chance
+    with begin() as push:
+        usual = push.complete()
+    order = itertools.cycle(chance.sample(victims, len(victims)))
+    for number, (kind, host) in zip(range(1, rounds + 1), order, strict=False):
+        seconds = HANG_SECONDS if "hanging" in kind else END_SECONDS
+        with begin() as push:
+            moment = chance.uniform(0, usual)
+            victim = kind if host is None else f"{kind} of host{host}"
+            print(f"round {number}: {victim} {moment:.2f} s after {push};", end=" ", flush=True)
+            with made.pushing(*push.words) as command:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    command.wait(moment)
+                there = kill(made, kind, host, command, chance)
+                out, err = command.communicate(timeout=60)
+            if there and kind == "controller":
+                assert command.returncode in (*CODES, -signal.SIGKILL), err
+            else:
+                assert command.returncode in CODES, (command.returncode, out, err)
+            killed = kind == "controller"
+            now.watched.check(resuming=push.resume, killed=killed, seconds=seconds)
+            states = push.states()
+            print("killed" if there else "over", command.returncode, *states, sep="; ")
+            revive(made, kind, host)
+            now.watched.check(resuming=push.resume, killed=killed)
+            took = push.complete()
+            if all(state.endswith("nothing") for state in states):
+                usual = took
 
 
 def test_whatever_is_killed_nothing_wrong_is_published_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    print(f"\nFLARE_KILL_SEED={SEED}")
     with scene(tmp_path, monkeypatch) as now:
-        made, chance = now.made, now.chance
-        with now.push() as push:
-            usual = push.complete()
-        order = itertools.cycle(chance.sample(VICTIMS, len(VICTIMS)))
-        for number, (kind, host) in zip(range(1, ROUNDS + 1), order, strict=False):
-            with now.push() as push:
-                moment = chance.uniform(0, usual)
-                victim = kind if host is None else f"{kind} of host{host}"
-                print(f"round {number}: {victim} {moment:.2f} s after {push};", end=" ", flush=True)
-                with made.pushing(*push.words) as command:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        command.wait(moment)
-                    there = kill(made, kind, host, command, chance)
-                    out, err = command.communicate(timeout=60)
-                if there and kind == "controller":
-                    assert command.returncode in (*CODES, -signal.SIGKILL), err
-                else:
-                    assert command.returncode in CODES, (command.returncode, out, err)
-                now.watched.check(resuming=push.resume, killed=kind == "controller")
-                states = push.states()
-                print("killed" if there else "over", command.returncode, *states, sep="; ")
-                revive(made, kind, host)
-                now.watched.check(resuming=push.resume, killed=kind == "controller")
-                seconds = push.complete()
-                if all(state.endswith("nothing") for state in states):
-                    usual = seconds
-        for index in range(HOSTS):
-            assert "Traceback" not in made.log(index)
-            assert "never retrieved" not in made.log(index)
+        go_through(now, ROUNDS, VICTIMS, now.push)
+
+
+def test_nor_when_a_worker_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with scene(tmp_path, monkeypatch) as now:
+        go_through(now, FEW_ROUNDS, HANGING, now.push)
+
+
+def test_nor_when_a_host_has_a_part_of_what_it_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with scene(tmp_path, monkeypatch) as now:
+        go_through(now, FEW_ROUNDS, VICTIMS, now.push_to_who_has_a_part)
+
+
+def test_nor_when_it_is_an_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with scene(tmp_path, monkeypatch, uploads=True) as now:
+        go_through(now, FEW_ROUNDS, OF_UPLOADS, now.upload)

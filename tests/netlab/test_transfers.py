@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from netlab import Host, Lab
+from netlab.host import MANAGEMENT
 from netlab.lab import Topology
 from tests.cores.making import MIB, pattern, write_core
 from tests.netlab.agents import STALL_SECONDS, Agents, Memory, Traffic, agents, used, wait_for
@@ -40,9 +41,10 @@ def core_on(folder: Path, size: int, ranges: list[list[list[int]] | None]) -> Pa
 
 
 def slow_down(host: Host) -> None:
-    """Make a host's first cable so slow that a transfer can be met in its middle, where the kernel can."""
+    """Slow a host's first cable, or the controller's only one: transfers can be met in their middle."""
     shape = ["root", "tbf", "rate", "200mbit", "burst", "512kb", "latency", "50ms"]
-    host.run(["tc", "qdisc", "add", "dev", host.fabric[0].name, *shape])
+    interface = host.fabric[0].name if host.fabric else MANAGEMENT
+    host.run(["tc", "qdisc", "add", "dev", interface, *shape])
 
 
 def speed_up(host: Host) -> None:
