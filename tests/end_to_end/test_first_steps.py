@@ -17,7 +17,7 @@ NEEDED = ("bash", "dirname", "getconf", "grep", "id", "sort")
 
 
 def checkout(folder: Path, machine: str, libc: str) -> tuple[Path, dict[str, str]]:
-    """Copy the tools, and make a PATH of what all systems have; `uname` and `getconf` say what they should."""
+    """Copy the tools, and make a PATH of what all systems have; `uname` and `getconf` say as told."""
     (folder / "tools").mkdir()
     for name in ("common.sh", "quickstart"):
         shutil.copy(TOOLS / name, folder / "tools" / name)
