@@ -214,7 +214,7 @@ def test_a_failed_transfer_takes_its_blobs_away(
 
     async def scenario() -> None:
         await cut_off(push, pair[1], 6 * MIB)
-        nothing_left(pair[1])
+        await asyncio.to_thread(nothing_left, pair[1], soon=True)
         assert files_of(blobs) == {kept}
         assert (await push.ask(pair[1])).bytes < 9 * MIB
 
@@ -314,7 +314,7 @@ def test_small_files_come_over_all_streams(
 
     async def scenario() -> None:
         await cut_off(push, pair[1], MIB // 2)
-        nothing_left(pair[1])
+        await asyncio.to_thread(nothing_left, pair[1], soon=True)
         assert files_of(pair[1].paths.blobs) == set()
         async with Gate(pair[0]) as gate:
             push.through = gate.address

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 CTRL_C = "\x03"
+REACTION = 0.5  # seconds; a machine that is busy needs them to begin to read
 
 
 @dataclass(slots=True)
@@ -24,6 +25,14 @@ class Terminal:
 
     def type(self, keys: str) -> None:
         os.write(self.descriptor, keys.encode())
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C as late as a person would.
+
+        Python's input() does not hear a signal that comes in the instant before it begins to read.
+        """
+        time.sleep(REACTION)
+        self.type(CTRL_C)
 
     def wait_for(self, wanted: str, seconds: float = 30) -> None:
         """Read until `wanted` stands on the screen."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cores.making import PUBLISHER
 from tests.orbit.lab import Lab
-from tests.orbit.terminal import CTRL_C, terminal
+from tests.orbit.terminal import terminal
 from tests.orbit.test_launch import make_core
 
 QUESTION = "Accept this publisher? [y/N]:"
@@ -34,7 +34,7 @@ def test_ctrl_c_at_the_publisher_question_ends_at_once(orbit: Lab, tmp_path: Pat
         argv = [sys.executable, "-c", "from flare.cli.main import main; main()", *argv[1:]]
     with terminal(argv, environment) as screen:
         screen.wait_for(QUESTION)
-        screen.type(CTRL_C)
+        screen.interrupt()
         assert screen.end(seconds=15) == 130, screen.text
     assert screen.text.replace("\r", "").endswith(ENDED)
     assert "Accepted" not in screen.text
@@ -55,7 +55,7 @@ def test_an_answer_is_taken(orbit: Lab, tmp_path: Path, command: str) -> None:
         screen.wait_for(QUESTION)
         screen.type("y\n")
         screen.wait_for(f"Accepted the publisher {PUBLISHER.fingerprint}")
-        screen.type(CTRL_C)
+        screen.interrupt()
         screen.end()
 
 
@@ -63,6 +63,6 @@ def test_ctrl_c_at_the_question_for_a_code(orbit: Lab) -> None:
     host = orbit.start("maxwell").address
     with terminal(*orbit.command("orbit", "pair", host)) as screen:
         screen.wait_for(f"Code for {host}")
-        screen.type(CTRL_C)
+        screen.interrupt()
         assert screen.end() == 130, screen.text
     assert screen.text.replace("\r", "").endswith(ENDED)
