@@ -8,8 +8,10 @@ is measured once a round and in turn, so that a busy minute does not hit one of 
 the median over the rounds, of ratios too. CPU-seconds are those of both ends, with all their processes.
 
 Seconds of a flare transfer are from the controller's request to the answer, which comes when all is verified
-and on the disk; those of scp and rsync are their own less what an empty connection takes. The bars are goals
-and no test: the figures depend on the machine and on what else it does.
+and on the disk; those of scp and rsync are their own less what an empty connection takes. Those of the floor
+are what this machine's CPUs need for it if none of them ever waits: no way can be faster, and its row says
+how much the bars leave. The bars are goals and no test: the figures depend on the machine and on its other
+work.
 """
 
 from __future__ import annotations
@@ -310,7 +312,8 @@ class Rounds:
             key: found["rsync"][key] + found["sha256sum"][key] for key in ("cpu", "seconds")
         }
         parts = ("sendfile -> pwrite", "seal", "open", "sha256")
-        found["floor"] = {"cpu": sum(found[name]["cpu"] for name in parts), "seconds": 0.0}
+        floor = sum(found[name]["cpu"] for name in parts)
+        found["floor"] = {"cpu": floor, "seconds": floor / len(os.sched_getaffinity(0))}
         return found
 
     def _median(self, name: str, key: str) -> float:
@@ -333,8 +336,9 @@ class Rounds:
             if seconds := self._median(name, "seconds"):
                 row["gb_per_s"] = round(gigabytes / seconds, 2)
             if "main" in first:
+                row["main_share"] = round(self._ratio(name, "main", name, "cpu"), 4)
+            if "main" in first or name == "floor":
                 row |= {
-                    "main_share": round(self._ratio(name, "main", name, "cpu"), 4),
                     "times_scp": round(self._ratio("scp", "seconds", name, "seconds"), 2),
                     "times_rsync_sha256sum": round(
                         self._ratio("rsync + sha256sum", "seconds", name, "seconds"), 2
@@ -379,8 +383,9 @@ def print_table(report: dict[str, Any]) -> None:
             continue
         rate = f"{row['gb_per_s']:.2f}" if "gb_per_s" in row else ""
         line = f"  {row['way']:20} {rate:>6} {row['cpu_s_per_gb']:>9.3f}"
-        if "main_share" in row:
-            line += f" {row['of_floor']:>8.2f} {row['main_share']:>6.1%} {row['times_scp']:>6.2f}"
+        if "times_scp" in row:
+            main = f"{row['main_share']:.1%}" if "main_share" in row else ""
+            line += f" {row['of_floor']:>8.2f} {main:>6} {row['times_scp']:>6.2f}"
             line += f" {row['times_rsync_sha256sum']:>11.2f}"
         elif row["way"] in ("scp", "rsync", "rsync + sha256sum"):
             line += f" {row['of_floor']:>8.2f}"
