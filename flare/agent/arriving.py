@@ -20,7 +20,7 @@ from pathlib import Path
 from flare.agent.cache import Cache, Entry, Place
 from flare.agent.inventory import Signed, signed_at
 from flare.agent.room import Reservation
-from flare.agent.transfers.waiting import in_thread
+from flare.agent.waiting import in_thread
 from flare.errors import (
     BusyError,
     ConflictError,

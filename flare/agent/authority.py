@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from flare.agent.transfers.waiting import in_thread
+from flare.agent.waiting import in_thread
 from flare.errors import ConfigError, ConflictError, FlareError, ForbiddenError
 from flare.files import ensure_private_folder, locked, read_private, write_atomic
 from flare.trust.controllers import ControllerSet

@@ -34,7 +34,7 @@ from flare.agent.folders import (
     stat_below,
 )
 from flare.agent.room import Room
-from flare.agent.transfers.waiting import in_thread
+from flare.agent.waiting import in_thread
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
     BusyError,

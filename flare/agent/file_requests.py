@@ -14,6 +14,7 @@ from flare.agent.arriving import BroughtByOtherError, signed_by
 from flare.agent.cache import Place
 from flare.agent.inventory import name_primary
 from flare.agent.node import Node
+from flare.agent.waiting import made_in_thread
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.errors import (
     BusyError,
@@ -114,9 +115,14 @@ def open_source(path: str) -> tuple[int, os.stat_result]:
     return descriptor, information
 
 
+async def open_in_thread(path: str) -> tuple[int, os.stat_result]:
+    """As `open_source`, where the disk may take long; a caller that is cancelled leaves nothing open."""
+    return await made_in_thread(partial(open_source, path), lambda opened: os.close(opened[0]))
+
+
 async def stat(node: Node, session: Session, request: Stat) -> None:
     """Say how large a core file and its companions are."""
-    descriptor, information = await asyncio.to_thread(open_source, request.path)
+    descriptor, information = await open_in_thread(request.path)
     os.close(descriptor)
     primary = await load_primary_isolated(Path(request.path))
     companions = await asyncio.to_thread(_companions, primary)
@@ -152,7 +158,7 @@ def _name_of(node: Node, session: Session) -> str:
 
 async def get(node: Node, session: Session, request: Get) -> None:
     """Send bytes of a file; fewer than asked for where it ends."""
-    descriptor, information = await asyncio.to_thread(open_source, request.path)
+    descriptor, information = await open_in_thread(request.path)
     try:
         await asyncio.to_thread(_refuse_secrets, node, information)
         node.check_workers()

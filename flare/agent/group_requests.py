@@ -15,7 +15,7 @@ from flare.agent.cache import Entry
 from flare.agent.connected import while_connected
 from flare.agent.damaged import drop_damaged
 from flare.agent.device_memory import DeviceMemory
-from flare.agent.file_requests import open_source
+from flare.agent.file_requests import open_in_thread
 from flare.agent.gpus import Reading, visible_devices
 from flare.agent.inventory import Signed, signed_at
 from flare.agent.node import Node
@@ -164,7 +164,7 @@ async def _complete_core(node: Node, package: Package, pins: contextlib.ExitStac
                 raise NotFoundError(
                     f"The core's file {name} is not in this node's cache. Push the core first."
                 )
-    descriptor, information = await asyncio.to_thread(open_source, str(path))
+    descriptor, information = await open_in_thread(str(path))
     os.close(descriptor)
     signed = await signed_at(path)
     if information.st_size != package.length or signed.index_sha256 != package.index_sha256:

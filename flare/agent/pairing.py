@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.authority import Authority
-from flare.agent.transfers.waiting import in_thread
+from flare.agent.waiting import in_thread
 from flare.errors import FlareError, NotFoundError, PairingError
 from flare.files import ensure_private_folder, read_private, write_atomic
 from flare.identity import fingerprint

@@ -16,7 +16,7 @@ import pytest
 from flare.agent.cache import Cache, Entry
 from flare.agent.transfers.holding import shared_lock
 from flare.agent.transfers.running import Progress, Transfers
-from flare.agent.transfers.waiting import in_thread
+from flare.agent.waiting import in_thread
 from flare.errors import BusyError, TransferError
 from flare.paths import Paths
 from flare.wire.messages import TransferReply

@@ -14,7 +14,6 @@
 | receiving | the bytes of one file over all streams, and their journal |
 | partial | a file that is being received; with a journal it outlives a failure |
 | journal | which blocks of a partial file are on the disk |
-| waiting | threads and tasks that must have ended before their files are closed |
 """
 
 from __future__ import annotations

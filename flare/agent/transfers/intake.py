@@ -28,7 +28,7 @@ from flare.agent.transfers.route import Route
 from flare.agent.transfers.running import Progress
 from flare.agent.transfers.shelf import Shelf
 from flare.agent.transfers.stock import Found, Stock
-from flare.agent.transfers.waiting import in_thread, settled
+from flare.agent.waiting import in_thread, made_in_thread, settled
 from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
@@ -368,14 +368,11 @@ class Intake:
         self._shelf.publish(file, partial, FileStamp.of(os.fstat(partial.descriptor)))
 
     async def _open_partial(self, path: str, size: int, *, resume: bool | None = None) -> Partial:
-        return await in_thread(
-            Partial,
-            self._cache,
-            self._order.entry,
-            path,
-            size,
-            index_sha256=self._order.package.index_sha256,
-            resume=self._order.resume if resume is None else resume,
+        order = self._order
+        index, resume = order.package.index_sha256, order.resume if resume is None else resume
+        return await made_in_thread(
+            lambda: Partial(self._cache, order.entry, path, size, index_sha256=index, resume=resume),
+            lambda made: made.close(keep=True),
         )
 
     async def _fetch(

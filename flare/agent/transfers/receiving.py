@@ -12,7 +12,7 @@ from flare.agent.transfers.partial import Partial
 from flare.agent.transfers.plan import WantedFile
 from flare.agent.transfers.route import Route, Stream, title
 from flare.agent.transfers.running import Progress
-from flare.agent.transfers.waiting import in_thread, settled
+from flare.agent.waiting import in_thread, settled
 from flare.errors import FlareError, IntegrityError, StorageError
 from flare.limits import MAX_RANGES
 from flare_workers.jobs import Hash, Receive, WorkerError

@@ -12,7 +12,7 @@ from flare.agent.node import Node
 from flare.agent.transfers.intake import Intake, Order
 from flare.agent.transfers.route import Route
 from flare.agent.transfers.running import Progress
-from flare.agent.transfers.waiting import settled
+from flare.agent.waiting import settled
 from flare.errors import ConflictError, ForbiddenError, RemoteProtocolError
 from flare.session import Session
 from flare.trust.grants import CheckedGrant, check_transfer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from flare.agent.cache import Cache
-from flare.agent.transfers.waiting import settled
+from flare.agent.waiting import settled
 from flare.errors import BusyError
 from flare.session import Session
 from flare.wire.messages import TransferReply

@@ -12,7 +12,7 @@ from flare.agent.transfers.holding import speaks_of
 from flare.agent.transfers.partial import Partial
 from flare.agent.transfers.plan import WantedFile
 from flare.agent.transfers.stock import Stock
-from flare.agent.transfers.waiting import in_thread
+from flare.agent.waiting import in_thread
 from flare.cores.marker import FileStamp, MarkedFile, Marker, read_marker
 from flare.errors import BusyError, ConflictError, FlareError
 from flare.files import fsync_folder

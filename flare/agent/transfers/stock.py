@@ -13,7 +13,7 @@ from flare.agent.cache import PART_MARKER, Cache, Entry, Place
 from flare.agent.inventory import Signed, name_primary
 from flare.agent.transfers.holding import speaks_of
 from flare.agent.transfers.plan import WantedFile
-from flare.agent.transfers.waiting import in_thread
+from flare.agent.waiting import in_thread
 from flare.cores.marker import AGENT_MARKER, MarkedFile, Marker, read_marker
 from flare.trust.grants import Package
 from flare_workers.ranges import Ranges
