@@ -141,7 +141,7 @@ def members(optional: Mapping[str, Check] | None = None, *, closed: bool = False
 
 def exit_body(value: object, what: str) -> None:
     """EXIT: status or signal."""
-    members({"status": count, "signal": count, "reason": text})(value, what)
+    members({"status": count, "signal": count, "reason": text, "remark": text})(value, what)
     if isinstance(value, dict) and ("status" in value) == ("signal" in value):
         raise RefusedError(f"{what} has not exactly one of status and signal")
 

@@ -86,6 +86,14 @@ PROFILE = (
 )
 FACTS = m.NodeFacts("maxwell", "1.0.0", "aarch64", "linux", {"llama.cpp": "b9000"})
 GPU = m.GpuReport(0, "GPU-6f3a", "NVIDIA GB10", "gb10", 128_000_000_000, 120_000_000_000, "glm53-1")
+SILENT_GPU = replace(
+    GPU,
+    index=1,
+    uuid="GPU-c1d2",
+    memory_free=0,
+    group=None,
+    problem="GPU 1 does not answer; check `nvidia-smi`",
+)
 GROUP = m.GroupReport(
     launch=RUN_GRANT.launch,
     name="glm53",
@@ -98,8 +106,12 @@ GROUP = m.GroupReport(
     uptime=12.5,
     phase="serving",
     url="http://maxwell:8000",
+    front="0.0.0.0:8000",
 )
-FAILED = replace(GROUP, pid=None, state="failed", phase=None, url=None, signal=9, reason="killed")
+REMARK = "GPU 0 still holds 3.0 GiB more than before the group started"
+FAILED = replace(
+    GROUP, pid=None, state="failed", phase=None, url=None, signal=9, reason=f"killed; {REMARK}", remark=REMARK
+)
 CORE = m.CoreReport(
     name=f"{PACKAGE.export}-{PACKAGE.length}",
     export=PACKAGE.export,
@@ -183,7 +195,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         public_key=MAXWELL.public_key,
         controllers_revision=2,
         time=ISSUED,
-        gpus=(GPU,),
+        gpus=(GPU, SILENT_GPU),
         groups=(GROUP, FAILED),
         cores=(CORE,),
         engines={"llama.cpp": "b9000"},
@@ -200,5 +212,6 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Log("loading 1 of 2", "stdout"),
     m.Exit(status=0),
+    m.Exit(status=0, reason=f"stopped; {REMARK}", remark=REMARK),
     m.Exit(signal=9, reason="killed by the kernel for want of memory"),
 )

@@ -1,7 +1,7 @@
 """Make the golden vectors of docs/protocol.md again: `python tests/vectors/make.py` writes them here.
 
 Every key is the SHA-256 of a phrase, so the files come out the same on every machine. They change only
-when the protocol does, and then its version changes with them.
+when the protocol does: its version with them, unless all that is new are members that may be absent.
 """
 
 from __future__ import annotations
