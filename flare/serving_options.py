@@ -45,6 +45,9 @@ _HOST = re.compile(
     r"|\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]{1,15})?\]?\Z"
 )
 
+WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
+"""Every address of a machine."""
+
 RANK_ZERO_OPTIONS: Final = frozenset({"--host", "--port", "--api-key-file"})
 """What only the front of rank zero needs: a grant's `rank_zero` words."""
 
@@ -158,8 +161,7 @@ class ServingOptions:
         host = self.http_host
         if self.api_key_file is not None or is_loopback(host):
             return None
-        wildcard = host in ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
-        who = f"every machine that reaches {machine}" if wildcard else f"whoever reaches {host}"
+        who = f"every machine that reaches {machine}" if host in WILDCARDS else f"whoever reaches {host}"
         return (
             f"The HTTP front listens on {host} without a key: {who} can use the model. "
             "Give --api-key-file, or --host 127.0.0.1."

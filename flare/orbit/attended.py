@@ -13,6 +13,7 @@ from flare.orbit.first_end import check_started, end_with_the_first
 from flare.orbit.follow import follow, raise_for_failures
 from flare.orbit.launch import Group, Plan, launch
 from flare.orbit.stopping import stop_group
+from flare.serving_options import is_loopback
 from flare_workers.spawner import SpawnerHandle
 
 
@@ -88,7 +89,7 @@ def report_started(client: Client, plan: Plan, group: Group) -> None:
     reporter.say(
         f"  {group.url} on {zero} answers once its output says serving, or {group.url}/health gives 200."
     )
-    if plan.request.options.http_host in ("127.0.0.1", "::1", "localhost"):
+    if is_loopback(plan.request.options.http_host):
         reporter.note(f"Only {zero} itself can reach that address; --host 0.0.0.0 opens it to others.")
     reporter.note(f"Follow it: flare orbit attach {group.name}    Stop it: flare orbit stop {group.name}")
 

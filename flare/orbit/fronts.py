@@ -7,10 +7,9 @@ from urllib.parse import urlsplit
 
 from flare.errors import UsageError
 from flare.orbit.orbit_records import NodeEntry
+from flare.serving_options import WILDCARDS
 from flare.session import SocketAddress, format_address, parse_address
 from flare.wire.messages import GroupReport
-
-WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -21,6 +21,7 @@ from flare.rank.rendezvous import Member, Rendezvous
 from flare.rank.routes import endpoints_message, own_endpoints
 from flare.rank.sockets import show
 from flare.rank.tunnel import TunnelHead
+from flare.serving_options import WILDCARDS
 
 SILENCE_LIMIT: Final = 1800.0
 """Seconds without a word of a peer that receives or verifies: a slow disk may digest for long."""
@@ -28,7 +29,6 @@ LISTEN_LIMIT: Final = 120.0
 """Seconds for a peer's engine to start and listen."""
 FAREWELL_LIMIT: Final = 5.0
 """Seconds for the peers to end after they were told."""
-WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 
 
 class PeerGroup:
