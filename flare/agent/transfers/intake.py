@@ -146,9 +146,10 @@ class Intake:
                     wanted = missing[file.path]
                     if wanted is None or file.path in self._shelf.marks:
                         continue
-                    partial, head = (head, None) if file is plan.primary else (None, head)
                     if file is plan.primary:
                         await in_thread(self._shelf.sync)
+                    # From here on `_fetch` lets go of what it was given.
+                    partial, head = (head, None) if file is plan.primary else (None, head)
                     await self._fetch(file, wanted, partial, room)
         except BaseException as problem:
             if head is not None:
