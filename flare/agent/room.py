@@ -158,13 +158,13 @@ class Room:
 
     def _look(self, pinned: frozenset[str], promised: int) -> Usage:
         paths = self._paths
-        victims = {path.name for path in self._unused(pinned)}
+        victims = set(self._unused(pinned))  # not their names: resuming/ has those of cores/
         found: dict[int, _Found] = {}
         resumable = 0
         # What is on its way comes first: a file that is published meanwhile is then seen at least once.
         for folder in (self._arriving, self._resuming, paths.cores, paths.blobs, paths.executables):
             for top in _children(folder):
-                goes = folder not in (self._arriving, paths.blobs) and top.name in victims
+                goes = top in victims
                 for information in files_below(top):
                     size = information.st_blocks * STAT_BLOCK
                     file = found.setdefault(information.st_ino, _Found(size, information.st_nlink))

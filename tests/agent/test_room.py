@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 from pathlib import Path
 
@@ -67,6 +68,21 @@ def test_what_can_be_had_counts_what_can_be_evicted(tmp_path: Path) -> None:
         with asyncio.run(cache.room.reserve(MIB)):
             assert available(cache) == 2 * MIB
         assert available(cache) == 3 * MIB
+
+
+def test_what_is_kept_of_a_core_does_not_make_the_served_one_evictable(tmp_path: Path) -> None:
+    cache = a_cache(tmp_path, 5 * MIB)
+    served = store(cache, OLD, "x", 2 * MIB).parent
+    kept = cache.resuming / str(OLD)
+    kept.mkdir()
+    kept.joinpath("x.part").write_bytes(os.urandom(MIB))
+    descriptor = os.open(served, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        assert available(cache) == 3 * MIB
+    finally:
+        os.close(descriptor)
+    assert available(cache) == 5 * MIB
 
 
 def test_two_at_once_do_not_count_on_the_same_bytes(tmp_path: Path) -> None:
