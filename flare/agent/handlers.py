@@ -48,7 +48,7 @@ STRANGER_TAGS = frozenset(request.TAG for request in STRANGER_REQUESTS)
 
 logger = logging.getLogger("flare.agent")
 
-Handler = Callable[[Node, Session, "Message"], Awaitable[None]]
+Handler = Callable[..., Awaitable[None]]
 
 
 async def pair(node: Node, session: Session, request: Pair) -> None:
@@ -73,7 +73,7 @@ async def controllers(node: Node, session: Session, request: Controllers) -> Non
     await session.send(ControllersReply(revision=await node.authority.apply(request.records)))
 
 
-HANDLERS: dict[type[Message], Callable[..., Awaitable[None]]] = {
+HANDLERS: dict[type[Message], Handler] = {
     Pair: pair,
     Controllers: controllers,
     Status: report_requests.status,
