@@ -69,25 +69,25 @@ class EngineProcess:
         control, theirs = socket.socketpair()
         control.setblocking(False)
         self._control = control
-        with theirs:
-            try:
-                # Forked in the main thread: PR_SET_PDEATHSIG fires when the forking *thread* ends.
-                self._keeper = await asyncio.create_subprocess_exec(
-                    *keeper.command(theirs.fileno(), list(argv)),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    env=dict(environment),
-                    pass_fds=[theirs.fileno()],
-                )
-            except OSError as problem:
-                control.close()
-                self._control = None
-                raise EngineError(f"{self.name} cannot be started: {problem.strerror}.") from None
-        assert self._keeper.stdout is not None
         started: asyncio.Future[int] = loop.create_future()
-        reading = asyncio.create_task(self._read(self._keeper.stdout))
-        self._tasks = [reading, asyncio.create_task(self._watch(control, started, reading))]
+        starting = asyncio.create_task(self._start_keeper(theirs, argv, environment))
+        try:
+            keeping = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # A process that was forked in this instant is this rank's, and `stop` ends it.
+            while not starting.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({starting})
+            if starting.cancelled() or starting.exception() is not None:
+                self._close_control()
+            else:
+                started.cancel()
+                self._follow(starting.result(), control, started)
+            raise
+        except OSError as problem:
+            self._close_control()
+            raise EngineError(f"{self.name} cannot be started: {problem.strerror}.") from None
+        self._follow(keeping, control, started)
         try:
             # Not wait_for: in Python 3.11 it loses a cancellation that comes with the result, and whoever
             # stops a rank would wait for the whole loading.
@@ -100,12 +100,36 @@ class EngineProcess:
             await self.kill()
             raise
 
+    async def _start_keeper(
+        self, theirs: socket.socket, argv: Sequence[str], environment: Mapping[str, str]
+    ) -> asyncio.subprocess.Process:
+        with theirs:
+            # Forked in the main thread: PR_SET_PDEATHSIG fires when the forking *thread* ends.
+            return await asyncio.create_subprocess_exec(
+                *keeper.command(theirs.fileno(), list(argv)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+            )
+
+    def _follow(
+        self, keeping: asyncio.subprocess.Process, control: socket.socket, started: asyncio.Future[int]
+    ) -> None:
+        """Own a keeper that was forked."""
+        assert keeping.stdout is not None
+        self._keeper = keeping
+        reading = asyncio.create_task(self._read(keeping.stdout))
+        self._tasks = [reading, asyncio.create_task(self._watch(control, started, reading))]
+
     async def stop(self, seconds: float = TERMINATE_LIMIT) -> None:
         """Send SIGTERM, then SIGKILL after `seconds`; return when nothing of it is left."""
-        self._order(keeper.TERMINATE)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._gone.wait()
+        if self._keeper is not None:  # nothing is waited for where nothing was started
+            self._order(keeper.TERMINATE)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._gone.wait()
         await self.kill()
 
     async def kill(self) -> None:
@@ -118,13 +142,16 @@ class EngineProcess:
             except TimeoutError:
                 self._keeper.kill()  # it does not obey; the kernel tells its child, which then ends too
             await self._keeper.wait()
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+        self._close_control()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
             for task in self._tasks:
                 task.cancel()
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
     def obituary(self) -> str:
         """Return how it ended and its last words that nobody has seen yet."""

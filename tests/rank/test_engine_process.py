@@ -77,9 +77,63 @@ def test_a_stop_that_comes_with_a_start_is_not_lost(monkeypatch: pytest.MonkeyPa
     run(work())
 
 
-def test_a_stop_that_comes_with_an_engines_end_is_not_lost() -> None:
+def test_a_stop_in_any_instant_of_a_start_is_quick_and_leaves_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = script(tmp_path, "time.sleep(60)")
+    forked: list[int] = []
+    create = asyncio.create_subprocess_exec
+
+    async def noted(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await create(*arguments, **options)
+        forked.append(process.pid)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+
+    async def work() -> None:
+        for steps in range(12):
+            engine = EngineProcess("engine", lambda _: True)
+            starting = asyncio.create_task(engine.start(argv, ENVIRONMENT))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            starting.cancel()
+            await asyncio.wait({starting})
+            assert starting.cancelled()
+            async with asyncio.timeout(5.0):
+                await engine.stop()
+            assert engine._control is None
+        assert forked
+        assert not any(alive(pid) for pid in forked)
+
+    run(work())
+
+
+def test_a_stop_that_comes_with_a_start_that_fails_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process.keeper, "command", lambda *_: ["/no/such/python"])
+
+    async def work() -> None:
+        engine = EngineProcess("engine", lambda _: True)
+        starting = asyncio.create_task(engine.start(["x"], ENVIRONMENT))
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        assert starting.cancelled()
+        async with asyncio.timeout(2.0):
+            await engine.stop()
+        assert engine._control is None
+
+    run(work())
+
+
+def test_a_stop_that_comes_with_an_engines_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         engine = EngineProcess("engine", lambda _line: True)
+
+        async def ended() -> int:
+            return 0
+
+        monkeypatch.setattr(engine, "_keeper", SimpleNamespace(wait=ended))
 
         def begin() -> Coroutine[Any, Any, None]:
             engine._gone.clear()
