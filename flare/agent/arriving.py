@@ -72,6 +72,7 @@ class _File:
         self.active: list[Ranges] = []  # what streams write now
         self.done = Ranges()
         self.failed = False
+        self.whole = False  # every byte came: it is digested and published, and nobody writes to it again
         self.problem: FlareError | None = None  # why, where the reason lies here
         self.quiet_since = 0.0
         self.descriptor = os.open(
@@ -259,7 +260,7 @@ class Arrivals:
             if file.problem is not None:
                 raise _given_up(place, file.problem)
             raise BusyError(_removed_now(place))
-        if any(active.intersection(ranges).runs for active in file.active):
+        if file.whole or any(active.intersection(ranges).runs for active in file.active):
             raise BusyError(_uploaded_now(place))
         # Bytes that came before and come again, from a controller that starts over, are not there meanwhile.
         file.done = file.done.difference(ranges)
@@ -315,7 +316,8 @@ class Arrivals:
         if not file.complete:
             self._unpin(place, file)
             return
-        file.active.append(ranges)  # nobody may write while it is digested
+        file.whole = True
+        file.active.append(ranges)
         try:
             # What the name does not say nobody can check here: a rank digests it before it loads.
             if place.digest:

@@ -253,6 +253,32 @@ def test_nobody_writes_while_a_file_is_digested(cache: Cache) -> None:
     drive(scenario())
 
 
+@pytest.mark.parametrize("again", [((0, 50),), ((50, 50),), ()])
+def test_shares_that_came_are_not_opened_again_while_the_file_is_digested(
+    cache: Cache, again: tuple[tuple[int, int], ...]
+) -> None:
+    data = b"x" * 100
+    name = f"{hashlib.sha256(data).hexdigest()}.safetensors"
+
+    async def scenario() -> None:
+        place = cache.place("blob", name)
+
+        async def digest(descriptor: int, file: str, size: int) -> bytes:
+            with pytest.raises(BusyError):
+                await arrivals.begin(place, 100, Ranges.of(again), None, "upload")
+            return hashlib.sha256(os.pread(descriptor, size, 0)).digest()
+
+        arrivals = Arrivals(cache, digest)
+        for offset in (0, 50):
+            stream = await arrivals.begin(place, 100, Ranges.of(((offset, 50),)), None, "upload")
+            assert stream is not None
+            os.pwrite(stream.descriptor, data[:50], offset)
+            await stream.finish()
+        assert cache.have(place, 100) == (True, True)
+
+    drive(scenario())
+
+
 def test_pins_add_up(cache: Cache) -> None:
     with cache.pinned("x"):
         cache.pin("x")
