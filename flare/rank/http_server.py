@@ -78,5 +78,6 @@ class _Connection(web.RequestHandler):
 
     def log_exception(self, *words: Any, **options: Any) -> None:
         """Print what was our fault; what a client sent is its own, and could fill a rank's output."""
-        if not isinstance(options.get("exc_info"), web.RequestPayloadError | HttpProcessingError):
+        theirs = web.RequestPayloadError | HttpProcessingError | ConnectionError  # the last: it left
+        if not isinstance(options.get("exc_info"), theirs):
             super().log_exception(*words, **options)

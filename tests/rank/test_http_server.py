@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 
 import aiohttp
 import pytest
@@ -102,6 +103,23 @@ def test_what_is_no_request_is_answered_in_a_sentence_and_fills_no_log(
             assert b"aiohttp" not in answer
             assert b'{"error": {"message": ' in answer
             assert not lab.upstream.seen
+
+    run(work())
+    assert not caplog.records
+
+
+def test_a_client_that_leaves_before_it_is_asked_for_its_body_fills_no_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        async with opened() as lab:
+            host, _, port = lab.url.removeprefix("http://").partition(":")
+            for _ in range(20):
+                with socket.create_connection((host, int(port))) as client:
+                    reset = struct.pack("ii", 1, 0)
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                    client.sendall(head("Expect: 100-continue", "Content-Length: 7"))
+            await said(lab, head("Content-Length: 0", "Connection: close"))
 
     run(work())
     assert not caplog.records
