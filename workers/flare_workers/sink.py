@@ -19,7 +19,11 @@ from flare_workers.system_calls import SYNC_WAIT_AFTER, SYNC_WAIT_BEFORE, SYNC_W
 
 # A stream leaves at most two of these dirty or cached behind it: 64 streams hold 1 GiB.
 PAGE_CACHE_WINDOW = 8 << 20
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = {
+    errno.ENOSPC: "the filesystem is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would be larger than this process may write",
+}
 
 
 class Sink:
@@ -165,20 +169,17 @@ class Sink:
         if error.errno not in _NO_SPACE:
             return WorkerError(STORAGE, f"cannot write {self._name}: {error.strerror}")
         left = self._total - self._written
+        what = f"cannot write {self._name}: {_NO_SPACE[error.errno]}; {left} bytes of this stream are missing"
+        if error.errno != errno.ENOSPC:  # what the filesystem has free says nothing of other limits
+            return WorkerError(STORAGE, f"{what}. Raise that limit and try again")
         free = 0
         with suppress(OSError):
             status = os.fstatvfs(self._descriptor)
             free = status.f_bavail * status.f_frsize
-        reason = {
-            errno.ENOSPC: "the filesystem is full",
-            errno.EDQUOT: "the disk quota is used up",
-            errno.EFBIG: "the file would be larger than this process may write",
-        }[error.errno]
         return WorkerError(
             STORAGE,
-            f"cannot write {self._name}: {reason}; {left} bytes of this stream are missing and the"
-            f" filesystem has {free} bytes free. Make room for {max(left - free, 1)} more and try"
-            " again",
+            f"{what} and the filesystem has {free} bytes free. Make room for {max(left - free, 1)} more and"
+            " try again",
         )
 
 
