@@ -36,6 +36,8 @@ REFUSED = (
     "`flare agent`) says why."
 )
 
+THIS_RUN = " while this run lasts"  # behind the expiry of a permission that `flare agent --accept-first` gave
+
 logger = logging.getLogger("flare.agent")
 
 
@@ -108,7 +110,7 @@ class Pairing:
         if request.proof is not None:
             raise self._refuse(who, "it sent a code, but this node has none; run `flare agent join-code`")
         if not self._just_accepted(session_key):
-            if not accepts_first(self._paths.accept_first_file, self._wall_clock()):
+            if accepts_first(self._paths.accept_first_file, self._wall_clock()) is None:
                 missing = "this node has no code; run `flare agent join-code`"
                 raise self._refuse(who, missing if code is None else "it sent no code")
             await self._adopt(request, session_key, who)
@@ -195,27 +197,49 @@ def read_code(path: Path, now: float) -> JoinCodeFile | None:
     return code
 
 
-def allow_first(paths: Paths, now: float) -> int:
-    """Accept the first controller that connects, for 24 hours; return the expiry in Unix seconds."""
+def allow_first(paths: Paths, now: float, *, this_run: bool = False) -> int:
+    """Accept the first controller that connects, for 24 hours; return the expiry in Unix seconds.
+
+    Args:
+        now: Unix seconds.
+        this_run: the permission ends with the agent that runs now, at the latest.
+    """
     ensure_private_folder(paths.accept_first_file.parent)
     expires = int(now) + JOIN_CODE_LIFETIME
-    write_atomic(paths.accept_first_file, f"{expires}\n".encode())
+    write_atomic(paths.accept_first_file, f"{expires}{THIS_RUN if this_run else ''}\n".encode())
     return expires
 
 
-def accepts_first(path: Path, now: float) -> bool:
-    """Tell whether the first controller is to be accepted now; an expired permission is removed."""
+def end_run_permission(paths: Paths) -> None:
+    """Remove the accept-first permission of a run of the agent that has ended; another one stays.
+
+    Called at a run's start as well, for one that was killed could not do it.
+    """
     try:
-        expires = int(read_private(path, MAX_FILE, "The accept-first file").decode())
+        text = read_private(paths.accept_first_file, MAX_FILE, "The accept-first file")
+    except FlareError:
+        return  # there is none, or one that is obeyed by nobody
+    if text.decode(errors="replace").rstrip().endswith(THIS_RUN):
+        paths.accept_first_file.unlink(missing_ok=True)
+
+
+def accepts_first(path: Path, now: float) -> int | None:
+    """Return until when the first controller is accepted, in Unix seconds; None when it is not.
+
+    An expired permission is removed.
+    """
+    try:
+        text = read_private(path, MAX_FILE, "The accept-first file").decode()
+        expires = int(text.strip().removesuffix(THIS_RUN))
     except NotFoundError:
-        return False
+        return None
     except (FlareError, ValueError) as problem:
         logger.error("accept-first cannot be used: %s", problem)
-        return False
+        return None
     if not now < expires <= now + JOIN_CODE_LIFETIME + 1:
         path.unlink(missing_ok=True)
-        return False
-    return True
+        return None
+    return expires
 
 
 def remove_invitations(paths: Paths) -> None:

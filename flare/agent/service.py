@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from flare.agent.arriving import Arrivals, Digest
@@ -27,7 +28,7 @@ from flare.agent.gpus import Devices
 from flare.agent.handlers import Conversations
 from flare.agent.lock import AgentLock
 from flare.agent.node import Node, Pool
-from flare.agent.pairing import Pairing, allow_first
+from flare.agent.pairing import Pairing, accepts_first, allow_first, end_run_permission
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
 from flare.errors import UnreachableError
@@ -55,7 +56,7 @@ class AgentOptions:
     Args:
         listen: "HOST:PORT"; None for the settings' address. Port 0 lets the system choose.
         name: the node's name; None for the host name.
-        accept_first: accept the first controller that connects, for 24 hours.
+        accept_first: accept the first controller that connects to this run, for 24 hours.
     """
 
     listen: str | None = None
@@ -144,13 +145,14 @@ async def _serve(
 ) -> None:
     stopping = Stopping()
     async with _node(paths, settings, name, spawner) as (node, conversations, sampler):
-        if options.accept_first:
-            _accept_first(node)
+        end_run_permission(paths)  # of a run that was killed
         listener = Listener(node.identity, node.hello_for, node.is_known, conversations.converse)
         sampling = asyncio.create_task(sampler.run())
         try:
             addresses = await listen(listener, *address)
             lock.tell(name, addresses)
+            if options.accept_first:
+                _accept_first(node)
             await node.refresh_engines()
             _announce(node, addresses)
             notify("READY=1")
@@ -162,6 +164,7 @@ async def _serve(
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
             await listener.close()
+            end_run_permission(paths)
 
 
 @contextlib.asynccontextmanager
@@ -291,16 +294,24 @@ def _accept_first(node: Node) -> None:
     if node.authority.controllers is not None:
         logger.info("--accept-first changes nothing: this node is paired already")
         return
-    allow_first(node.paths, node.wall_clock())
-    logger.warning("the first controller that connects within 24 hours will be obeyed (--accept-first)")
+    allow_first(node.paths, node.wall_clock(), this_run=True)
 
 
 def _announce(node: Node, addresses: tuple[SocketAddress, ...]) -> None:
     where = " and ".join(format_address(*address) for address in addresses)
     sys.stdout.write(f"flare agent {node.name} listens on {where}, fingerprint {node.identity.fingerprint}\n")
     sys.stdout.flush()
-    if node.authority.controllers is None:
+    if node.authority.controllers is not None:
+        return
+    until = accepts_first(node.paths.accept_first_file, node.wall_clock())
+    if until is None:
         logger.info("this node is unpaired; `flare agent join-code` prints a code for pairing it")
+        return
+    logger.warning(
+        "the first controller that connects until %s will be obeyed (--accept-first); "
+        "`flare agent reset` ends that",
+        f"{datetime.fromtimestamp(until).astimezone():%Y-%m-%d %H:%M %Z}",
+    )
 
 
 def notify(state: str) -> None:

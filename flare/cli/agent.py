@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     help="Address and port, or a port; default: config.toml's, or [::]:29900. Port 0: any free one.",
 )
 @click.option("--name", metavar="NAME", help="The node's name; default: the host name.")
-@click.option("--accept-first", is_flag=True, help="Accept the first controller that connects, for 24 hours.")
+@click.option(
+    "--accept-first", is_flag=True, help="Accept the first controller that connects while this runs."
+)
 @click.pass_context
 def agent(context: click.Context, listen: str | None, name: str | None, accept_first: bool) -> None:
     """Run this node's agent in the foreground, or manage it.
@@ -190,8 +192,12 @@ def pair(hosts: tuple[str, ...], code: str | None, name: str | None, as_json: bo
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def status(as_json: bool) -> None:
     """Show this node's name, fingerprint and controllers, and whether its agent runs."""
+    import time
+    from datetime import datetime
+
     from flare.agent.authority import read_controllers
     from flare.agent.lock import running_agent
+    from flare.agent.pairing import accepts_first, end_run_permission
     from flare.agent.service import default_name
     from flare.cli.output import print_json, say
     from flare.errors import NotFoundError
@@ -210,12 +216,16 @@ def status(as_json: bool) -> None:
     found = read_controllers(paths.controllers_file) if paths.controllers_file.exists() else None
     controllers = found.controllers if found is not None else ()
     name = running.name if running else default_name()
+    if running is None:
+        end_run_permission(paths)  # a run that was killed left it
+    until = None if found is not None else accepts_first(paths.accept_first_file, time.time())
     if as_json:
         print_json(
             {
                 "name": name,
                 "fingerprint": identity.fingerprint,
                 "public_key": identity.public_key.hex(),
+                "accepts_first_until": until,
                 "running": None if running is None else {"pid": running.pid, "listen": list(running.listen)},
                 "controllers_revision": found.revision if found is not None else 0,
                 "controllers": [
@@ -228,7 +238,11 @@ def status(as_json: bool) -> None:
     say(f"Fingerprint:  {identity.fingerprint}")
     where = f"process {running.pid}, on {' and '.join(running.listen)}" if running else "not running"
     say(f"Agent:        {where}")
-    if found is None:
+    if until is not None:
+        moment = f"{datetime.fromtimestamp(until).astimezone():%Y-%m-%d %H:%M %Z}"
+        say(f"Controllers:  none; the first one that connects until {moment} is accepted.")
+        say("              `flare agent reset` ends that, `flare agent join-code` asks for a code instead.")
+    elif found is None:
         say("Controllers:  none; `flare agent join-code` prints a code that pairs one")
     for entry in controllers:
         say(f"Controller:   {entry.name}  {entry.fingerprint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -137,6 +138,39 @@ def test_accept_first(new_agent: Callable[..., Agent], controller: Peer) -> None
     drive(controller.pair(agent, None))  # again, within ten minutes
     with pytest.raises(PairingError):
         drive(Peer(2, "late").pair(agent, None))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_accept_first_ends_with_the_run_it_was_given_to(
+    new_agent: Callable[..., Agent], controller: Peer, killed: bool
+) -> None:
+    agent = new_agent().start("--accept-first")
+    told = agent.command("agent", "status").stdout
+    assert "Controllers:  none; the first one that connects until " in told
+    assert "`flare agent reset` ends that" in told
+    assert json.loads(agent.command("agent", "status", "--json").stdout)["accepts_first_until"] > time.time()
+    assert "will be obeyed (--accept-first); `flare agent reset` ends that" in agent.log()
+    if killed:
+        assert agent.stop(signal.SIGKILL) != 0
+    else:
+        assert agent.stop() == 0
+        assert not agent.paths.accept_first_file.exists()
+    agent.start()
+    with pytest.raises(PairingError):
+        drive(controller.pair(agent, None))
+    assert "none; `flare agent join-code` prints a code" in agent.command("agent", "status").stdout
+
+
+def test_an_installed_permission_outlives_a_run_and_is_told(
+    new_agent: Callable[..., Agent], controller: Peer
+) -> None:
+    agent = new_agent()
+    allow_first(agent.paths, time.time())
+    agent.start()
+    assert agent.stop() == 0
+    agent.start()
+    assert "will be obeyed (--accept-first)" in agent.log()
+    drive(controller.pair(agent, None))
 
 
 def test_accept_first_does_not_answer_a_code(new_agent: Callable[..., Agent], controller: Peer) -> None:
@@ -287,7 +321,7 @@ def test_codes_expire(tmp_path: object) -> None:
     install_code(paths, generate(), now)
     assert read_code(paths.join_code_file, now - 3600) is None  # the clock was set back
     allow_first(paths, now)
-    assert accepts_first(paths.accept_first_file, now + JOIN_CODE_LIFETIME - 1)
+    assert accepts_first(paths.accept_first_file, now + JOIN_CODE_LIFETIME - 1) == now + JOIN_CODE_LIFETIME
     assert not accepts_first(paths.accept_first_file, now + JOIN_CODE_LIFETIME)
     assert not paths.accept_first_file.exists()
 
