@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from flare.errors import UnsupportedError
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
+LOCK_PATIENCE = 0.2  # seconds; a look takes microseconds, unless the looker is put to sleep in it
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -42,6 +44,28 @@ def set_parent_death_signal(signal_number: int = signal.SIGTERM) -> None:
 def become_subreaper() -> None:
     """Become the parent of every orphaned descendant, so that none escapes to init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def lock_shared(descriptor: int) -> None:
+    """Take a file's shared lock, which several may hold, or find that it cannot be had.
+
+    Tries for a moment: who looks whether anybody holds a lock has the exclusive one for an instant.
+
+    Raises:
+        BlockingIOError: somebody holds the exclusive lock, and longer than that.
+    """
+    import fcntl  # not on Windows, where this module is imported all the same
+
+    deadline = time.monotonic() + LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(LOCK_PATIENCE / 40)
+        else:
+            return
 
 
 def take_signals(loop: AbstractEventLoop, numbers: Iterable[int], take: Callable[[int], None]) -> None:

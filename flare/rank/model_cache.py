@@ -30,6 +30,7 @@ from flare.cores.primary import Primary, load_primary
 from flare.errors import BusyError, ConflictError, FlareError, StorageError
 from flare.files import describe_os_error, ensure_private_folder, fsync_folder
 from flare.paths import safe_component
+from flare.system import lock_shared
 from flare_workers.ranges import Ranges
 
 PUBLISHER_PREFIX: Final = 16
@@ -96,7 +97,7 @@ class FolderLock:
         except OSError as problem:
             raise describe_os_error(problem, "Cannot use the core in") from None
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_shared(self._descriptor)
             held, there = os.fstat(self._descriptor), folder.stat()
         except BlockingIOError:
             self.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from flare.agent.inventory import Signed, signed_at
 from flare.cores.marker import Marker
 from flare.cores.marker import Ranges as Runs
 from flare.errors import BusyError, ConflictError, FlareError, NotFoundError
+from flare.system import lock_shared
 from flare.trust.grants import Package
 from flare_workers.ranges import Ranges
 
@@ -126,7 +126,7 @@ def shared_lock(folder: Path) -> Iterator[None]:
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_shared(descriptor)
         except OSError:
             raise BusyError("The core is being replaced on this node. Try again in a moment.") from None
         yield
