@@ -194,15 +194,20 @@ class _Sending:
                             group.create_task(_Sender(self, file, share, place).run())
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
-        """Yield a session that another share has done with, or a new one; keep it if all went well."""
-        session = self.idle.pop() if self.idle else await self.client.open(self.node)
+    async def session(self, *, fresh: bool) -> AsyncIterator[Session]:
+        """Yield a session that another share has done with, or a new one; keep it if all went well.
+
+        Args:
+            fresh: a new one in any case.
+        """
+        session = self.idle.pop() if self.idle and not fresh else await self.client.open(self.node)
         try:
             yield session
         except BaseException:
             await session.close()
             raise
-        self.idle.append(session)
+        if not session.ended:
+            self.idle.append(session)
 
     async def close(self) -> None:
         """Close what is kept."""
@@ -230,12 +235,31 @@ class _Sender:
         self.done = 0
 
     async def run(self) -> None:
+        async with self.sending.gate:
+            # A kept session may have ended while it waited, as when the node's agent was started anew.
+            if not await self.send(fresh=False):
+                await self.send(fresh=True)
+
+    async def send(self, *, fresh: bool) -> bool:
+        """Send the share; False: the kept session had ended, so that another one is needed.
+
+        Args:
+            fresh: on a new session.
+        """
         sending = self.sending
-        async with sending.gate, sending.session() as session:
-            if not await self.ask(session):
-                self.progress(self.share.total)
-                return
+        kept = bool(sending.idle) and not fresh
+        async with sending.session(fresh=fresh) as session:
             try:
+                try:
+                    wanted = await self.ask(session)
+                except UnreachableError:
+                    if kept:
+                        await session.close()
+                        return False
+                    raise
+                if not wanted:
+                    self.progress(self.share.total)
+                    return True
                 if not self.share.runs:
                     await session.send_data(b"")
                 else:
@@ -244,8 +268,9 @@ class _Sender:
             except UnreachableError as problem:
                 lost = UnreachableError(f"{self.label} failed: {problem.message} {AGAIN}")
                 raise await self.node_reason() or lost from None
-            self.progress(self.share.total)
-            sending.moved += self.share.total
+        self.progress(self.share.total)
+        sending.moved += self.share.total
+        return True
 
     @property
     def label(self) -> str:

@@ -320,6 +320,52 @@ def test_many_small_files_share_few_connections(tmp_path: Path, spawner: Spawner
     asyncio.run(scenario())
 
 
+def test_a_kept_connection_that_died_is_opened_anew(tmp_path: Path, spawner: SpawnerHandle) -> None:
+    files = {f"model/{number}.txt": b"x" * number for number in range(1, 4)}
+    core = resolve_local(LocalReference(str(write_core(tmp_path / "made", files))))
+    sessions: list[Session] = []
+
+    async def take_one(session: Session, request: object) -> None:
+        assert isinstance(request, Put)
+        if session in sessions:
+            session.abort("the agent was started anew")
+            return
+        sessions.append(session)
+        await session.send(PutReply())
+        await session.receive_data(MIB)
+        await session.send(PutDone(request.size))
+
+    async def scenario() -> None:
+        async with fake_node({Put: take_one}) as node:
+            client, _ = client_of(tmp_path, [node])
+            uploads = core_uploads(core)
+            assert await upload_files(client, node, uploads, spawner, streams=1) == core.stored_bytes
+            assert len(sessions) == len(uploads)
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_that_dies_before_the_answer_names_the_file(
+    tmp_path: Path, spawner: SpawnerHandle
+) -> None:
+    core = core_of(tmp_path / "made")
+    asked: list[object] = []
+
+    async def die(session: Session, request: object) -> None:
+        asked.append(request)
+        session.abort("the node died")
+
+    async def scenario() -> None:
+        async with fake_node({Put: die}) as node:
+            client, _ = client_of(tmp_path, [node])
+            weights = next(file for file in core_uploads(core) if file.name.endswith("weights"))
+            with pytest.raises(UnreachableError, match=r"^Sending weights to maxwell failed: .*Run the"):
+                await upload_files(client, node, [weights], spawner, streams=1)
+            assert len(asked) == 2  # the bytes, and why the connection ended
+
+    asyncio.run(scenario())
+
+
 def test_an_upload_does_not_go_on_for_ever(tmp_path: Path, spawner: SpawnerHandle) -> None:
     core = core_of(tmp_path / "made")
     answers = [PutReply(arriving=True), PutReply(already=True)] * 20
