@@ -113,9 +113,14 @@ def _core(core: CoreReport, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def cores_document(answers: Sequence[Answer[StatusReply]]) -> list[dict[str, Any]]:
-    """Return every cached core of every node that answered, and what takes room there beside them."""
+    """Return every cached core of every node that answered; what lies beside them is in `status_document`."""
     names = core_names(answers)
-    return [{"node": node, **_core(report, names)} for node, report in cached(answers)]
+    return [
+        {"node": answer.node.name, **_core(core, names)}
+        for answer in answers
+        if answer.reply is not None
+        for core in answer.reply.cores
+    ]
 
 
 def cached(answers: Sequence[Answer[StatusReply]]) -> list[tuple[str, CoreReport]]:

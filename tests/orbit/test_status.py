@@ -53,9 +53,10 @@ def test_what_takes_room_beside_cores_is_listed(capsys: pytest.CaptureFixture[st
     reply = replace(there.reply, cache_resumable=3_000_000, cache_blobs=0)
     other = replace(there, reply=replace(reply, cache_blobs=7))
     answers = [replace(there, reply=reply), answer(HERTZ), other]
-    listed = [(core["node"], core["name"], core["bytes"]) for core in cores_document(answers)]
+    listed = [(node, core.name, core.bytes) for node, core in cached(answers)]
     assert listed[:2] == [("maxwell", f"{A}-100", 1), ("maxwell", "resuming", 3_000_000)]
     assert listed[4:] == [("maxwell", "blobs", 7)]
+    assert [core["name"] for core in cores_document(answers)] == 2 * [f"{A}-100"]  # for scripts, cores alone
     assert status_document(answers)["nodes"][0]["cache_resumable"] == 3_000_000
     print_cores(cached(answers[:1]), core_names(answers))
     lines = capsys.readouterr().out.splitlines()
