@@ -154,6 +154,30 @@ def test_a_partial_file_without_a_word_about_it_is_emptied(cache: Cache) -> None
     assert not kept_bytes(cache, ENTRY, "model/other", 1, INDEX).runs
 
 
+@pytest.mark.parametrize("published", [False, True])
+def test_an_agent_was_killed_while_it_published(cache: Cache, tmp_path: Path, published: bool) -> None:
+    partial = partial_of(cache)
+    os.pwrite(partial.descriptor, b"x" * 4 * MIB, 0)
+    assert partial.journal is not None
+    partial.journal.add(Ranges.whole(4 * MIB))
+    partial.close(keep=True)
+    partial.location.chmod(0o444)
+    name = tmp_path / "name"
+    if published:
+        os.link(partial.location, name)
+    kept = kept_bytes(cache, ENTRY, "model/weights.gguf", 4 * MIB, INDEX)
+    assert kept == (Ranges() if published else Ranges.whole(4 * MIB))
+    again = partial_of(cache)
+    assert again.kept == kept
+    assert os.pread(again.descriptor, 1, MIB) == (b"\0" if published else b"x")
+    assert os.fstat(again.descriptor).st_mode & 0o777 == 0o600
+    again.start_over()
+    again.discard()
+    if published:
+        assert name.read_bytes() == b"x" * 4 * MIB
+        assert name.stat().st_mode & 0o777 == 0o444
+
+
 def test_an_agent_that_starts_keeps_what_can_be_resumed(cache: Cache) -> None:
     kept, lost = partial_of(cache), partial_of(cache, resume=False)
     folder = cache.entry_folder(ENTRY)

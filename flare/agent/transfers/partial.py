@@ -6,9 +6,11 @@ resuming/<entry>/ beside its journal, and the next transfer of the same core goe
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -57,7 +59,9 @@ class Partial:
         try:
             if resume:
                 ensure_private_folder(self.location.parent)
-            self.descriptor = os.open(self.location, _FLAGS | (0 if resume else os.O_EXCL), 0o600)
+            self.descriptor = (
+                _open_kept(self.location) if resume else os.open(self.location, _FLAGS | os.O_EXCL, 0o600)
+            )
         except OSError as problem:
             raise describe_os_error(problem, "Cannot make a file in the cache") from None
         try:
@@ -166,6 +170,22 @@ class Partial:
             _journal_of(self.location).unlink(missing_ok=True)
 
 
+def _open_kept(location: Path) -> int:
+    """Open what an earlier transfer left, or a new file.
+
+    An agent that was killed while it published the file left it read-only; and with a second name, once it
+    was published: then nobody may write to it any more.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        information = location.lstat()
+        if information.st_nlink > 1:
+            _journal_of(location).unlink(missing_ok=True)
+            location.unlink()
+        elif stat.S_ISREG(information.st_mode):
+            location.chmod(0o600)
+    return os.open(location, _FLAGS, 0o600)
+
+
 def _copy_piece(source: int, target: int, position: int, length: int) -> int:
     """Copy some bytes to the same place of another file; return how many."""
     if hasattr(os, "copy_file_range"):
@@ -188,7 +208,8 @@ def kept_bytes(cache: Cache, entry: Entry, path: str, size: int, index_sha256: s
     location = kept_at(cache, entry, path)
     journal = _journal_of(location)
     try:
-        if location.lstat().st_size != size or journal.lstat().st_size < HEADER_SIZE:
+        found_there = location.lstat()
+        if found_there.st_size != size or found_there.st_nlink > 1 or journal.lstat().st_size < HEADER_SIZE:
             return Ranges()
     except OSError:
         return Ranges()
