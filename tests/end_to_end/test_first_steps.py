@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import quickstart_steps
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 NEEDED = ("bash", "dirname", "getconf", "grep", "id", "sort")
 
@@ -98,3 +100,93 @@ def test_ctrl_c_while_a_command_reads_its_input_ends_cleanly(tmp_path: Path) -> 
     assert process.returncode == 130, complaints
     assert complaints == "\nquickstart: interrupted; nothing is left running.\n"
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
+def wait_for_file(path: Path) -> str:
+    deadline = time.monotonic() + 30
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return path.read_text().strip()
+
+
+def test_ctrl_c_during_the_download_prints_no_traceback(tmp_path: Path) -> None:
+    pip = tmp_path / "pip"
+    pip.write_text(
+        f"#!/bin/bash\ntrap 'echo Traceback >&2; exit 1' INT\necho $$ >{tmp_path}/pid\n"
+        "while true; do sleep 0.05; done\n"
+    )
+    pip.chmod(0o755)
+    code = (
+        "import quickstart_steps as steps\n"
+        f"steps.sys.executable = {str(pip)!r}\n"
+        "steps.run = lambda _: steps.run_pip('download')\n"
+        "raise SystemExit(steps.main())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(TOOLS)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        pid = wait_for_file(tmp_path / "pid")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, complaints = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, complaints
+    assert complaints == "\nquickstart: interrupted; nothing is left running.\n"
+    assert not Path("/proc", pid).exists()
+
+
+def test_what_pip_says_of_a_failure_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip = tmp_path / "pip"
+    pip.write_text("#!/bin/sh\necho 'ERROR: no route' >&2\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    monkeypatch.setattr(quickstart_steps, "run", lambda _: quickstart_steps.run_pip("download"))
+    monkeypatch.setattr(sys, "argv", ["quickstart"])
+    assert quickstart_steps.main() == 1
+    said = capsys.readouterr().err
+    assert said.startswith("ERROR: no route\nquickstart: ")
+    assert "download … ended with exit code 1." in said
+
+
+def test_ctrl_c_while_the_environment_is_set_up_is_told(tmp_path: Path) -> None:
+    script, environment = checkout(tmp_path, "x86_64", "glibc 2.39")
+    programs = tmp_path / "bin"
+    for name in ("cat", "cut", "mktemp", "rm", "sha256sum", "sleep"):
+        found = shutil.which(name)
+        assert found is not None
+        (programs / name).symlink_to(found)
+    (programs / "python3").unlink()
+    (programs / "python3").write_text(
+        f"#!{programs}/bash\n"
+        f'if [ "$2" = venv ]; then echo $$ >{tmp_path}/pid; exec sleep 60; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    (programs / "python3").chmod(0o755)
+    (tmp_path / "pyproject.toml").write_text("")
+    process = subprocess.Popen(
+        [script],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        pid = wait_for_file(tmp_path / "pid")
+        os.killpg(process.pid, signal.SIGINT)
+        _, complaints = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, complaints
+    assert complaints == "\nquickstart: interrupted; run it again to go on.\n"
+    assert not Path("/proc", pid).exists()
