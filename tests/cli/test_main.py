@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,10 @@ def test_completion_scripts(shell: str) -> None:
     result = flare("completion", shell)
     assert result.returncode == 0
     assert "_FLARE_COMPLETE" in result.stdout
+    explained = flare("completion", "--help").stdout
+    folder = re.search(rf"flare completion {shell} > (\S+)/", explained)
+    assert folder is not None
+    assert f"mkdir -p {folder[1]}" in explained
 
 
 def test_completion_completes() -> None:
