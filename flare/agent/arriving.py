@@ -11,6 +11,7 @@ failed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Hashable
@@ -42,6 +43,8 @@ LOOK_INTERVAL = 0.25  # seconds between two looks whether uploads into a directo
 # A connection that broke inside a file's bytes carries no ERROR any more: its controller asks once more why.
 TOLD_FOR = 60.0  # seconds that the reason is kept for it
 MAX_TOLD = 256  # reasons that are kept; four uploads with 64 streams each that fail at once
+
+logger = logging.getLogger("flare.agent")
 
 Digest = Callable[[int, str, int], Awaitable[bytes]]
 """digest(descriptor, name, size): put the file on the disk and return its SHA-256, in a worker."""
@@ -94,12 +97,16 @@ class _File:
 
     def close(self) -> None:
         """Close and remove; a published file has its name elsewhere."""
-        self._held.close()
+        self.release()
         self.path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Close, and keep no room for it any more."""
+        self._held.close()
 
     async def remove(self) -> None:
         """Close and remove, where the disk may take long or be what failed: nobody else waits for it."""
-        self._held.close()
+        self.release()
         await in_thread(self.path.unlink, missing_ok=True)
 
 
@@ -180,6 +187,7 @@ class Arrivals:
         self._files: dict[Place, _File] = {}
         self._failures: dict[tuple[Place, Hashable], tuple[float, FlareError]] = {}
         self._beginning = asyncio.Lock()
+        self._removing: set[asyncio.Task[None]] = set()
 
     async def begin(
         self,
@@ -223,6 +231,7 @@ class Arrivals:
         with self._cache.pinned(name):
             async with self._beginning:  # the first share of a file makes room for all of it
                 self._check_whose(place, uploader)  # nothing is evicted for who waits
+                await self.settle()  # what is being removed is room
                 with ExitStack() as unused:
                     room = None
                     if place not in self._files:
@@ -290,8 +299,26 @@ class Arrivals:
                 "again when that is done: what is there then is not sent again."
             )
         if file is not None:
-            del self._files[place]
-            file.close()
+            self._forget(place, file)
+
+    def _forget(self, place: Place, file: _File) -> None:
+        """Let go of a file at once, and remove it beside the loop: many gigabytes take a disk seconds."""
+        del self._files[place]
+        file.release()
+        removing = asyncio.create_task(self._remove(file))
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
+
+    async def _remove(self, file: _File) -> None:
+        try:
+            await file.remove()
+        except OSError as problem:
+            logger.error("cannot remove %s: %s", file.path, problem.strerror)
+
+    async def settle(self) -> None:
+        """Wait until nothing is being removed any more."""
+        if self._removing:
+            await asyncio.wait(self._removing)
 
     def brings(self, place: Place) -> bool:
         """Tell whether an upload or a transfer brings a file now."""
@@ -393,8 +420,7 @@ class Arrivals:
         self._failures = {key: told for key, told in self._failures.items() if now - told[0] < TOLD_FOR}
         for place, file in tuple(self._files.items()):
             if not file.active and not file.failed and now - file.quiet_since >= QUIET_LIMIT:
-                del self._files[place]
-                file.close()
+                self._forget(place, file)
 
     def close(self) -> None:
         """Give up everything: the agent ends."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import logging
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -226,9 +230,71 @@ def test_quiet_parts_are_forgotten(cache: Cache, monkeypatch: pytest.MonkeyPatch
         assert left(cache) == 1  # it is not quiet
         await stream.finish()
         arrivals.forget_quiet()
+        assert not arrivals.brings(place)
+        await arrivals.settle()
         assert left(cache) == 0
 
     drive(scenario())
+
+
+def test_what_was_given_up_is_removed_beside_the_loop(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = Path.unlink
+    threads: list[int] = []
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == cache.arriving:
+            threads.append(threading.get_ident())
+            time.sleep(0.3)
+        unlink(path, missing_ok=missing_ok)
+
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        place = cache.place("core", f"{ENTRY}/core.safetensors")
+        stream = await arrivals.begin(place, 100, Ranges.of(((0, 50),)), uploader="first")
+        assert stream is not None
+        await stream.finish()
+        monkeypatch.setattr(Path, "unlink", slow)
+        monkeypatch.setattr(arriving, "GIVEN_UP_AFTER", 0.0)
+        begun = time.monotonic()
+        beginning = asyncio.create_task(arrivals.begin(place, 100, Ranges.whole(100), uploader="second"))
+        longest = 0.0
+        while not beginning.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - before)
+        assert beginning.result() is not None
+        assert time.monotonic() - begun >= 0.3  # what is removed counts as room
+        assert longest < 0.25
+        assert threads
+        assert threading.get_ident() not in threads
+        monkeypatch.undo()
+        assert left(cache) == 1
+        arrivals.close()
+
+    drive(scenario())
+
+
+def test_a_file_that_cannot_be_removed_is_told(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_path: Path, **_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        place = cache.place("core", f"{ENTRY}/core.safetensors")
+        stream = await arrivals.begin(place, 100, Ranges.of(((0, 50),)))
+        assert stream is not None
+        await stream.finish()
+        monkeypatch.setattr(arriving, "QUIET_LIMIT", 0.0)
+        monkeypatch.setattr(Path, "unlink", refuse)
+        arrivals.forget_quiet()
+        await arrivals.settle()
+        monkeypatch.undo()
+
+    with caplog.at_level(logging.ERROR, "flare.agent"):
+        drive(scenario())
+    assert [record.getMessage() for record in caplog.records if "cannot remove" in record.getMessage()]
 
 
 def test_nobody_writes_while_a_file_is_digested(cache: Cache) -> None:
