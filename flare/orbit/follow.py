@@ -64,7 +64,8 @@ async def _follow_one(stream: RankStream, reporter: Reporter) -> None:
     except FlareError as problem:
         stream.lost = problem
         reporter.warn(
-            f"{stream.label} the connection was lost; the rank goes on without it. {problem.message}"
+            f"{stream.label} {stream.node.name} does not answer any more, and whether the rank goes on there "
+            f"is not known. `flare orbit ls` tells when it answers again. {problem.message}"
         )
     finally:
         stream.ended.set()

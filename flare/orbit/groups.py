@@ -59,11 +59,18 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
 
     Raises:
         NotFoundError: there is no such run.
-        UnreachableError: no node answered, or none of the chosen ranks could be attached to.
+        UnreachableError: no node answered, or not all did and the run is not on those that did, or none of
+            the chosen ranks could be attached to.
         RankError: a followed group failed.
     """
     listing = await list_groups(client, nodes)
-    warn_unreachable(client, listing.answers)
+    away = warn_unreachable(client, listing.answers)
+    matching = [run for run in listing.runs if selector is None or selector in (run.name, run.launch)]
+    if not matching and away:
+        raise UnreachableError(
+            f"No run{'' if selector is None else f' called {selector}'} was found on the nodes that "
+            f"answered; {', '.join(away)} did not."
+        )
     matching = select_runs(listing.runs, selector)
     # A name that runs means the run that runs; older ones are chosen by their launch identifier.
     running = [run for run in matching if run.running]

@@ -224,12 +224,40 @@ def test_a_lost_connection_does_not_pass_for_a_stopped_rank(tmp_path: Path) -> N
             stream = RankStream.of(0, node, session)
             await follow([stream], reporter)
             assert reporter.said == [r"[rank 0 maxwell] a line\x0awith [rank 1 hertz] in it"]
-            assert "the rank goes on without it" in reporter.warnings[0]
+            assert reporter.warnings[0].startswith(
+                "[rank 0 maxwell] maxwell does not answer any more, and whether the rank goes on there is "
+                "not known. `flare orbit ls` tells when it answers again. "
+            )
             with pytest.raises(UnreachableError, match="the group glm may still run there"):
                 raise_for_failures([stream], "glm")
             stream.exit = Exit(status=2)
             with pytest.raises(RankError, match="The group glm failed"):
                 raise_for_failures([stream], "glm")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ("nemo", r"^No run called nemo was found on the nodes that answered; hertz did not\.$"),
+        (None, r"^No run was found on the nodes that answered; hertz did not\.$"),
+    ],
+)
+def test_attaching_to_what_may_run_on_a_node_that_is_away(
+    tmp_path: Path, selector: str | None, message: str
+) -> None:
+    async def scenario() -> None:
+        async with fake_node({}, name="hertz") as away:
+            pass
+        async with fake_node({}) as node:
+            pass
+        groups = () if selector is None else (group_report("glm-1"),)
+        async with fake_node({Status: say(status_of(node, groups=groups))}) as node:
+            client, _ = client_of(tmp_path, [node, away])
+            with pytest.raises(UnreachableError, match=message) as failed:
+                await attach(client, [node, away], selector)
+            assert failed.value.exit_code == 4
 
     run(scenario())
 
