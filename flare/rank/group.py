@@ -94,7 +94,10 @@ class PeerGroup:
             },
         )
         address = self._rendezvous.listen(
-            *request.rendezvous, keyed=request.key is not None, insecure=request.insecure
+            *request.rendezvous,
+            keyed=request.key is not None,
+            insecure=request.insecure,
+            launched=request.launched,
         )
         self._lifecycle.enter(Phase.RENDEZVOUS, f"waiting for {ranks - 1} peer(s) at {show(address)}")
         await self._rendezvous.meet(request.meeting_seconds)

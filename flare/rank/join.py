@@ -26,6 +26,7 @@ async def join(
     facts: PeerFacts,
     remark: Callable[[str], None],
     seconds: float = MEETING_LIMIT,
+    launched: bool = False,
 ) -> tuple[Link, Reader]:
     """Go to rank zero and be welcomed: the peer's side.
 
@@ -36,6 +37,7 @@ async def join(
         facts: what this rank says of itself.
         remark: prints one line.
         seconds: how long to wait for rank zero to listen.
+        launched: an agent started this rank, so that nobody chose the port or gave a key file.
 
     Returns:
         The connection, and the welcome: index_sha256, ranks and what else rank zero tells.
@@ -48,9 +50,11 @@ async def join(
     connection = await _connect(host, port, seconds, remark)
     try:
         digest = await _prove(connection, rank, key)
-    except BaseException:
+    except BaseException as problem:
         shut(connection)  # wakes the thread, if it still waits
         connection.close()
+        if isinstance(problem, UnreachableError | RemoteProtocolError):
+            raise _unproven(problem, show((host, port)), launched=launched) from None
         raise
     send, receive = record_ciphers(key, digest)
     link = Link(connection, send, receive, f"rank zero ({show((host, port))})")
@@ -76,6 +80,18 @@ async def join(
         link.close()
         raise
     return link, Reader(message, "The welcome of rank zero")
+
+
+def _unproven(
+    problem: UnreachableError | RemoteProtocolError, address: str, *, launched: bool
+) -> UnreachableError | RemoteProtocolError:
+    """Return a failed proof with what whoever started this rank can do."""
+    if launched:
+        return UnreachableError(
+            f"What listens at {address} is not this launch's rank zero, or ended the connection: another "
+            "program took the port meanwhile? Run the command again; rank zero's own reason says more."
+        )
+    return type(problem)(f"{problem.message} Compare the two sides' --rendezvous-key-file.")
 
 
 FIRST_PAUSE: Final = 0.02

@@ -86,9 +86,14 @@ class RunRequest:
         return INSECURE_KEY if self.key is None else self.key
 
     @property
+    def launched(self) -> bool:
+        """Whether an agent started this rank, which says how many there are; a person need not."""
+        return self.ranks is not None
+
+    @property
     def meeting_seconds(self) -> float:
-        """How long ranks wait for each other: an agent says how many there are, and all start at once."""
-        return MEETING_LIMIT if self.ranks is None else LAUNCH_LIMIT
+        """How long ranks wait for each other: those that agents start start all at once."""
+        return LAUNCH_LIMIT if self.launched else MEETING_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,7 @@ class PeerRank:
             facts=facts,
             remark=lifecycle.remark,
             seconds=request.meeting_seconds,
+            launched=request.launched,
         )
         self._tasks.append(asyncio.create_task(self._read(self._link)))
         offer = Offer.from_message(welcome)

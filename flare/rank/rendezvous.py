@@ -7,6 +7,7 @@ connections of the same peer fetch bytes or carry its engine's traffic; all come
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -144,13 +145,16 @@ class Rendezvous:
         self._complete = asyncio.Event()
         self._refused = ""
 
-    def listen(self, host: str, port: int, *, keyed: bool, insecure: bool) -> tuple[str, int]:
+    def listen(
+        self, host: str, port: int, *, keyed: bool, insecure: bool, launched: bool = False
+    ) -> tuple[str, int]:
         """Begin to listen; return the address.
 
         Args:
             host, port: where; port 0 lets the system choose.
             keyed: whether there is a real launch key.
             insecure: the operator allowed other machines without one.
+            launched: an agent started this rank, so that nobody chose the port.
 
         Raises:
             BusyError: something else listens there, or the address is not this machine's.
@@ -164,9 +168,14 @@ class Rendezvous:
         try:
             self._listener = listen(host, port)
         except OSError as problem:
+            again = "Choose another address or port with --rendezvous."
+            if launched:
+                taken = problem.errno == errno.EADDRINUSE
+                again = (
+                    f"{'Another program took the port meanwhile: run' if taken else 'Run'} the command again."
+                )
             raise BusyError(
-                f"The rendezvous cannot listen on {show((host, port))}: {describe(problem)}. "
-                "Choose another address or port with --rendezvous."
+                f"The rendezvous cannot listen on {show((host, port))}: {describe(problem)}. {again}"
             ) from None
         self._listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(self._listener))

@@ -127,7 +127,7 @@ def prove_blocking(connection: socket.socket, purpose: Purpose, rank: int, key: 
     except (EOFError, OSError):
         raise UnreachableError(
             "Rank zero ended the connection during the proof: it has another launch key, or no place for "
-            "this rank. Compare the two sides' --rendezvous-key-file; rank zero's output says more."
+            "this rank. Rank zero's output says more."
         ) from None
     if not same(proof, zero_proof(key, digest)):
         raise RemoteProtocolError("What answers at the rendezvous address does not know the launch key.")

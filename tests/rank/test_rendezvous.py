@@ -103,7 +103,14 @@ def test_another_launch_key_ends_the_proof_and_both_sides_say_so() -> None:
     run(work())
 
 
-def test_a_rank_zero_that_does_not_know_the_key_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("launched", "words"),
+    [
+        (True, "is not this launch's rank zero.* took the port meanwhile\\? Run the command again"),
+        (False, "does not know the launch key.* Compare the two sides' --rendezvous-key-file"),
+    ],
+)
+def test_a_rank_zero_that_does_not_know_the_key_is_refused(launched: bool, words: str) -> None:
     async def work() -> None:
         async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readexactly(44)
@@ -119,8 +126,17 @@ def test_a_rank_zero_that_does_not_know_the_key_is_refused() -> None:
         ended = asyncio.Event()
         server = await asyncio.start_server(pretend, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(RemoteProtocolError, match="does not know the launch key"):
-            await join("127.0.0.1", port, rank=1, key=KEY, facts=FACTS, remark=lambda _: None)
+        with pytest.raises((UnreachableError, RemoteProtocolError), match=words) as failed:
+            await join(
+                "127.0.0.1",
+                port,
+                rank=1,
+                key=KEY,
+                facts=FACTS,
+                remark=lambda _: None,
+                launched=launched,
+            )
+        assert ("--rendezvous" in failed.value.message) is not launched
         await ended.wait()
         server.close()
 
@@ -309,6 +325,21 @@ def test_without_a_key_only_this_machine_can_join() -> None:
             assert "--insecure-rendezvous" in said[0]
             with pytest.raises(BusyError, match=f"127.0.0.1:{lab.port}.*--rendezvous"):
                 lab.rendezvous.listen(lab.host, lab.port, keyed=True, insecure=False)
+
+    run(work())
+
+
+def test_a_port_that_was_taken_meanwhile_is_nobodys_choice() -> None:
+    async def work() -> None:
+        async with Meeting() as lab:
+            with pytest.raises(BusyError) as taken:
+                lab.rendezvous.listen(lab.host, lab.port, keyed=True, insecure=False, launched=True)
+            assert taken.value.message == (
+                f"The rendezvous cannot listen on 127.0.0.1:{lab.port}: Address already in use. "
+                "Another program took the port meanwhile: run the command again."
+            )
+            with pytest.raises(BusyError, match=r"192\.0\.2\.1:1: .*[a-z]\. Run the command again\.$"):
+                lab.rendezvous.listen("192.0.2.1", 1, keyed=True, insecure=False, launched=True)
 
     run(work())
 
