@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from flare.agent.waiting import in_thread
+from flare.agent.waiting import in_other_thread
 from flare.errors import ConfigError, ConflictError, FlareError, ForbiddenError
 from flare.files import ensure_private_folder, locked, read_private, write_atomic
 from flare.trust.controllers import ControllerSet
@@ -109,7 +109,7 @@ class Authority:
         assert self.changing.locked(), "of two changes at once one would be lost"
         self._writing = True
         try:
-            self._stamp = await in_thread(self._write, controllers, self._stamp)
+            self._stamp = await in_other_thread(self._write, controllers, self._stamp)
         finally:
             self._writing = False
         self._set = controllers

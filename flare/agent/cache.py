@@ -24,6 +24,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flare.agent.folders import (
@@ -34,7 +35,7 @@ from flare.agent.folders import (
     stat_below,
 )
 from flare.agent.room import Room
-from flare.agent.waiting import in_thread
+from flare.agent.waiting import disk_threads, in_thread
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
     BusyError,
@@ -134,6 +135,7 @@ class Cache:
         self.resuming = paths.cache / "resuming"
         self.room = Room(paths, limit, self.arriving, self.resuming)
         self._pins = self.room.pins
+        self._touching: set[str] = set()
 
     def prepare(self) -> None:
         """Make the folders, and remove what a killed agent left half received.
@@ -314,11 +316,22 @@ class Cache:
             self.unpin(name)
 
     def pin(self, name: str) -> None:
-        """Keep an entry or executable until `unpin`; pins add up."""
+        """Keep an entry or executable until `unpin`; pins add up.
+
+        Nobody waits for the disk to note when it was used.
+        """
         self._pins[name] += 1
-        for folder in (self.paths.cores, self.paths.executables):
-            with contextlib.suppress(OSError):  # not there yet
-                os.utime(folder / name)
+        if name not in self._touching:  # a disk that hangs holds one thread a name
+            self._touching.add(name)
+            disk_threads.submit(partial(self._touch, name))
+
+    def _touch(self, name: str) -> None:
+        try:
+            for folder in (self.paths.cores, self.paths.executables):
+                with contextlib.suppress(OSError):  # not there yet
+                    os.utime(folder / name)
+        finally:
+            self._touching.discard(name)
 
     def unpin(self, name: str) -> None:
         """Undo one `pin`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from flare.agent.folders import delete
 from flare.agent.node import Node
 from flare.agent.run import MAX_REASON, Run
+from flare.agent.waiting import ask_disk
 from flare.errors import BusyError, NotFoundError
 from flare.files import describe_os_error
 from flare.printable import printable
@@ -43,7 +44,7 @@ def drop_damaged(node: Node, rank: Run) -> None:
     logger.warning("%s is damaged and was removed from the cache", printable(damage.folder))
     _say(rank, "That copy was removed from this node's cache; launch again to send it afresh.")
     if doomed is not None:
-        node.keep(asyncio.create_task(asyncio.to_thread(delete, doomed)))
+        node.keep(asyncio.create_task(ask_disk(delete, doomed)))
 
 
 def _say(rank: Run, sentence: str) -> None:

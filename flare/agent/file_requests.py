@@ -14,7 +14,7 @@ from flare.agent.arriving import BroughtByOtherError, signed_by
 from flare.agent.cache import Place
 from flare.agent.inventory import name_primary
 from flare.agent.node import Node
-from flare.agent.waiting import made_in_thread
+from flare.agent.waiting import ask_disk, made_in_other_thread, made_in_thread
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.errors import (
     BusyError,
@@ -117,6 +117,11 @@ def open_source(path: str) -> tuple[int, os.stat_result]:
 
 async def open_in_thread(path: str) -> tuple[int, os.stat_result]:
     """As `open_source`, where the disk may take long; a caller that is cancelled leaves nothing open."""
+    return await made_in_other_thread(partial(open_source, path), lambda opened: os.close(opened[0]))
+
+
+async def open_cached(path: str) -> tuple[int, os.stat_result]:
+    """As `open_in_thread`, for a file of the cache."""
     return await made_in_thread(partial(open_source, path), lambda opened: os.close(opened[0]))
 
 
@@ -200,10 +205,10 @@ async def have(node: Node, session: Session, request: Have) -> None:
         publisher = package.publisher
     place = node.cache.place(request.kind, request.name)
     # In a thread: a marker may have a million ranges.
-    found, verified = await asyncio.to_thread(node.cache.have, place, request.size)
+    found, verified = await ask_disk(node.cache.have, place, request.size)
     if not found and publisher is not None and await _is_renamed(node, place, request.size, publisher):
-        found, verified = await asyncio.to_thread(node.cache.have, place, request.size)
-    marked = verified and await asyncio.to_thread(_marked_by, node, place, publisher)
+        found, verified = await ask_disk(node.cache.have, place, request.size)
+    marked = verified and await ask_disk(_marked_by, node, place, publisher)
     if found and publisher is not None and not marked:
         found = await signed_by(place, request.size, publisher)
         verified = found and verified
@@ -244,7 +249,7 @@ async def _check_have(node: Node, session: Session, request: Have) -> Package:
     )
     # Who asks comes first: no marker is parsed for those who may not ask.
     allowed = check(holds=lambda package: True)
-    held = await asyncio.to_thread(holds, node, allowed.grant.package)
+    held = await ask_disk(holds, node, allowed.grant.package)
     checked = check(holds=lambda package: held)
     prefix = f"{checked.grant.package.export}-{checked.grant.package.length}"
     folder = request.name.partition("/")[0]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from flare.agent.cache import Cache, Entry, Place
 from flare.agent.room import STAT_BLOCK
+from flare.agent.waiting import ask_disk, look
 from flare.cores.index import CACHED_PRIMARY
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, FileStamp, Marker, read_marker
 from flare.cores.primary import load_primary_isolated
@@ -47,13 +48,13 @@ async def inventory(cache: Cache) -> tuple[CoreReport, ...]:
     A core is told of with all its files or not at all: half of it would be taken for one that lacks files. Of
     too many, verified ones come first, and of those the most recently used.
     """
-    found = await asyncio.to_thread(_scan, cache)
-    newest = await asyncio.to_thread(sorted, enumerate(found), key=lambda each: -_used_at(each[1][0]))
+    found = await look(_scan, cache)
+    newest = await look(sorted, enumerate(found), key=lambda each: -_used_at(each[1][0]))
     room = {True: MAX_CORES, False: MAX_CORES}
     kept: dict[bool, list[tuple[int, int, CoreReport]]] = {True: [], False: []}
     for place, (folder, entry, marker_name) in newest[:MAX_EXAMINED]:
         report = await _report(folder, entry, marker_name)
-        size = await asyncio.to_thread(_size, report)
+        size = await look(_size, report)
         if size <= room[report.verified]:
             room[report.verified] -= size
             kept[report.verified].append((place, size, report))
@@ -97,7 +98,7 @@ def _scan(cache: Cache) -> list[tuple[Path, Entry, str]]:
 
 
 async def _report(folder: Path, entry: Entry, marker_name: str) -> CoreReport:
-    files, size, marker, verified = await asyncio.to_thread(_examine, folder, marker_name)
+    files, size, marker, verified = await look(_examine, folder, marker_name)
     if marker is not None and marker.publisher is not None:
         signed: Signed | None = Signed(marker.index_sha256, marker.publisher)
     else:
@@ -141,7 +142,7 @@ def _files(folder: Path) -> tuple[list[CachedFile], int]:
 
 async def _signed_in(folder: Path, entry: Entry) -> Signed | None:
     """Return what a directory's primary says, or None where none can be read."""
-    path = await asyncio.to_thread(_primary_in, folder, entry)
+    path = await look(_primary_in, folder, entry)
     if path is None:
         return None
     try:
@@ -180,13 +181,11 @@ async def name_primary(cache: Cache, place: Place, is_wanted: Callable[[Signed],
         Its name so far; None when there is none that is wanted.
     """
     assert place.entry is not None, "only cores have primaries"
-    path = await asyncio.to_thread(_primary_in, place.folder, place.entry)
+    path = await ask_disk(_primary_in, place.folder, place.entry)
     if path is None:
         return None
     try:
-        if is_wanted(await signed_at(path)) and await asyncio.to_thread(
-            cache.borrow, place.entry, place, path.name
-        ):
+        if is_wanted(await signed_at(path)) and await ask_disk(cache.borrow, place.entry, place, path.name):
             return path.name
     except FlareError:
         pass  # it is no core, or cannot be linked

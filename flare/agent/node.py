@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from flare.agent.arriving import Arrivals, Digest
 from flare.agent.authority import Authority
 from flare.agent.cache import Cache
+from flare.agent.looking import CacheLook
 from flare.agent.pairing import Pairing
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
@@ -79,11 +80,15 @@ class Node:
     executable_path: str | None
     wall_clock: Callable[[], float] = time.time
     transfers: Transfers = field(default_factory=Transfers)
+    cache_look: CacheLook = field(init=False)
     _engines: dict[str, str] = field(default_factory=dict)
     _engines_at: float = -ENGINES_FRESH
     _engines_stamp: object = None
     _kept: set[asyncio.Task[None]] = field(default_factory=set)
     _granted: dict[str, tuple[frozenset[bytes], bytes, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache_look = CacheLook(self.cache)
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Hold on to work that goes on without the session that asked for it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.authority import Authority
-from flare.agent.waiting import in_thread
+from flare.agent.waiting import in_other_thread
 from flare.errors import FlareError, NotFoundError, PairingError
 from flare.files import ensure_private_folder, read_private, write_atomic
 from flare.identity import fingerprint
@@ -103,7 +103,7 @@ class Pairing:
                 raise WrongProofError(REFUSED)
             await self._adopt(request, session_key, who)
             used = code.used(session_key, self._wall_clock()).to_text().encode()
-            await in_thread(write_atomic, self._paths.join_code_file, used)
+            await in_other_thread(write_atomic, self._paths.join_code_file, used)
             return node_proof(code.key, handshake_hash)
         if self._authority.controllers is not None and not self._just_accepted(session_key):
             raise self._refuse(who, "this node is paired; `flare agent reset` makes it unpaired")

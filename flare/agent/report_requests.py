@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from flare.agent.gpus import Reading
-from flare.agent.inventory import inventory
 from flare.agent.node import Node
 from flare.errors import UnreachableError
 from flare.fabric.endpoints import Endpoint, read_endpoints
@@ -38,7 +37,7 @@ async def status(node: Node, session: Session, request: Status) -> None:
     """Report everything that placement needs."""
     address = None if request.toward is None else await local_address_toward(request.toward)
     readings = await node.sampler.answered_readings()
-    cores, usage = await asyncio.gather(inventory(node.cache), node.cache.room.usage())
+    cores, usage = await node.cache_look.answered()
     await session.send(
         StatusReply(
             name=node.name,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flare.agent.folders import delete, files_below, is_locked
+from flare.agent.waiting import ask_disk, look
 from flare.errors import StorageError
 from flare.paths import Paths
 
@@ -135,7 +136,7 @@ class Room:
     async def usage(self) -> Usage:
         """Look at everything that lies there."""
         # What is promised comes first: what arrives meanwhile is then counted twice, and not left out.
-        return await asyncio.to_thread(self._look, frozenset(self.pins), self._promised())
+        return await look(self._look, frozenset(self.pins), self._promised())
 
     def available(self, usage: Usage) -> int:
         """Return the bytes that the cache can still take, with what it would evict for them."""
@@ -218,7 +219,7 @@ class Room:
 
     async def _make(self, missing: int) -> None:
         if self._limit is None:  # most caches: then nothing needs to be counted as long as the disk has room
-            free = await asyncio.to_thread(self._disk_free)
+            free = await ask_disk(self._disk_free)
             if max(free - self._promised(), 0) >= missing:
                 return
         checked = False
@@ -234,7 +235,7 @@ class Room:
 
     async def _evict_one(self) -> bool:
         """Evict what is least worth keeping; return False when there is nothing."""
-        if await asyncio.to_thread(self._drop_unlinked_blobs):
+        if await ask_disk(self._drop_unlinked_blobs):
             return True
         victim = self._least_recently_used()
         if victim is None:
@@ -242,7 +243,7 @@ class Room:
         logger.info("evicting %s to make room", victim.name)
         # Choosing and renaming happen without an await, so that no pin can come in between.
         doomed = self.take_away(victim)
-        await asyncio.to_thread(delete, doomed)
+        await ask_disk(delete, doomed)
         return True
 
     def _least_recently_used(self) -> Path | None:

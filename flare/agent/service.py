@@ -31,6 +31,7 @@ from flare.agent.node import Node, Pool
 from flare.agent.pairing import Pairing, accepts_first, allow_first, end_run_permission
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
+from flare.agent.waiting import ask_disk, give_up_after
 from flare.errors import UnreachableError
 from flare.identity import Identity
 from flare.paths import Paths, check_name, safe_component
@@ -44,6 +45,7 @@ from flare_workers.ranges import Ranges
 from flare_workers.spawner import SpawnerHandle, start
 
 CLOSE_WITHIN = 2.0  # seconds for NVML to shut down, which takes milliseconds; the process ends anyway
+DISK_WITHIN = 5.0  # seconds that calls to the cache's disk have to end, too; a disk that hangs takes for ever
 WILDCARDS = ("", "::", "0.0.0.0", "*")  # noqa: S104 - recognised here, not bound
 
 logger = logging.getLogger("flare.agent")
@@ -161,6 +163,7 @@ async def _serve(
             # Ranks first: whoever is attached hears how each of them ended.
             await node.ranks.close()
         finally:
+            give_up_after(DISK_WITHIN)
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
             await listener.close()
@@ -216,7 +219,8 @@ async def _node(
     finally:
         await ranks.close()
         await pool.close()
-        arrivals.close()
+        with contextlib.suppress(TimeoutError):  # the next start removes what stays
+            await asyncio.wait_for(ask_disk(arrivals.close), DISK_WITHIN)
         if not sampler.asking:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ask_driver(devices.close), CLOSE_WITHIN)

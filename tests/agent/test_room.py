@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flare.agent import room as module
 from flare.agent.cache import Cache, Entry
 from flare.errors import StorageError
 from flare.paths import Paths
+from tests.agent.world import wait_for
 
 MIB = 1 << 20
 OLD, NEW = Entry("ab" * 16, 1), Entry("cd" * 16, 1)
@@ -135,6 +137,7 @@ def test_a_blob_goes_with_the_last_directory_that_links_it(tmp_path: Path) -> No
     assert available(cache) == 5 * MIB
     with cache.pinned(str(OLD)):
         assert available(cache) == 2 * MIB
+    wait_for(lambda: cache.entry_folder(OLD).stat().st_mtime > time.time() - 60)
     os.utime(cache.entry_folder(OLD), (1, 1))  # pins touch it
     reserve(cache, 2 * MIB)
     assert (old.exists(), (cache.paths.blobs / BLOB).exists(), new.exists()) == (False, False, True)

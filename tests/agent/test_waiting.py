@@ -1,13 +1,29 @@
-"""What a thread opens for a caller that is cancelled meanwhile is closed again."""
+"""Threads that wait for a disk: what they open, and what a disk that never answers holds up."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flare.agent.waiting import made_in_thread
+from flare.agent import looking, waiting
+from flare.agent.cache import Cache, Entry
+from flare.agent.looking import CacheLook
+from flare.agent.waiting import (
+    Threads,
+    ask_disk,
+    give_up_after,
+    in_thread,
+    made_in_other_thread,
+    made_in_thread,
+)
+from flare.paths import Paths
+from tests.agent.world import EXPORT, drive, wait_for
 
 
 class Opening:
@@ -27,8 +43,12 @@ class Opening:
         return "made"
 
 
-async def cancelled_while_made(opening: Opening) -> None:
-    task = asyncio.create_task(made_in_thread(opening.make, opening.undone.append))
+Make = Callable[..., Coroutine[Any, Any, str]]
+both = pytest.mark.parametrize("make", [made_in_thread, made_in_other_thread])
+
+
+async def cancelled_while_made(opening: Opening, make: Make) -> None:
+    task = asyncio.create_task(make(opening.make, opening.undone.append))
     assert await asyncio.to_thread(opening.began.wait, 10)
     task.cancel()
     await asyncio.sleep(0)
@@ -38,20 +58,141 @@ async def cancelled_while_made(opening: Opening) -> None:
         await task
 
 
-def test_who_waits_gets_what_was_made() -> None:
+@both
+def test_who_waits_gets_what_was_made(make: Make) -> None:
     opening = Opening()
     opening.may_end.set()
-    assert asyncio.run(made_in_thread(opening.make, opening.undone.append)) == "made"
+    assert asyncio.run(make(opening.make, opening.undone.append)) == "made"
     assert opening.undone == []
 
 
-def test_what_nobody_gets_any_more_is_undone() -> None:
+@both
+def test_what_nobody_gets_any_more_is_undone(make: Make) -> None:
     opening = Opening()
-    asyncio.run(cancelled_while_made(opening))
+    asyncio.run(cancelled_while_made(opening, make))
     assert opening.undone == ["made"]
 
 
-def test_what_was_not_made_is_not_undone() -> None:
+@both
+def test_what_was_not_made_is_not_undone(make: Make) -> None:
     opening = Opening(OSError("the disk is full"))
-    asyncio.run(cancelled_while_made(opening))
+    asyncio.run(cancelled_while_made(opening, make))
     assert opening.undone == []
+
+
+@pytest.fixture
+def never(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Return what a disk that hangs waits for."""
+    monkeypatch.setattr(waiting, "disk_threads", Threads(2, "disk"))
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_disk_that_hangs_leaves_other_threads_alone(never: threading.Event) -> None:
+    async def scenario() -> None:
+        hanging = [asyncio.create_task(in_thread(never.wait)) for _ in range(40)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask_disk(int), 0.1)
+        assert await asyncio.wait_for(waiting.in_other_thread(int), 5) == 0
+        assert await asyncio.wait_for(waiting.look(int), 5) == 0
+        assert sum(thread.name == "disk" and thread.daemon for thread in threading.enumerate()) >= 2
+        never.set()
+        assert await asyncio.gather(*hanging) == [True] * 40
+        with pytest.raises(ValueError, match="invalid literal"):
+            await in_thread(int, "x")
+
+    drive(scenario())
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(never: threading.Event) -> None:
+    ended = []
+
+    async def work() -> None:
+        try:
+            await in_thread(never.wait)
+        finally:
+            ended.append("first")
+            try:
+                await in_thread(never.wait)  # tidying up hangs as well
+            finally:
+                ended.append("second")
+
+    async def scenario() -> None:
+        for _ in range(3):
+            task = asyncio.create_task(work())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not ended
+        give_up_after(0.2)
+
+    began = time.monotonic()
+    asyncio.run(scenario())
+    assert sorted(ended) == ["first"] * 3 + ["second"] * 3
+    assert time.monotonic() - began < 10
+
+
+# The cache on such a disk
+
+
+def a_cache(folder: Path) -> Cache:
+    cache = Cache(Paths.from_environment({"HOME": str(folder)}))
+    cache.prepare()
+    return cache
+
+
+def test_nobody_waits_for_a_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, go, touched = a_cache(tmp_path), threading.Event(), []
+
+    def utime(path: Path) -> None:
+        touched.append(path)
+        assert go.wait(10)
+
+    monkeypatch.setattr("flare.agent.cache.os.utime", utime)
+    name = str(Entry(EXPORT, 1000))
+    with cache.pinned(name), cache.pinned(name):
+        wait_for(lambda: bool(touched))
+        cache.pin("another")
+        wait_for(lambda: len(touched) == 2)
+        assert touched == [cache.paths.cores / name, cache.paths.cores / "another"]
+        go.set()
+    wait_for(lambda: len(touched) == 4)
+    with cache.pinned(name):
+        wait_for(lambda: len(touched) == 6)
+
+
+def test_status_tells_what_it_saw_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, go, looks = a_cache(tmp_path), threading.Event(), []
+
+    def hang(*_arguments: object) -> Any:
+        looks.append(1)
+        assert go.wait(10)
+        return see()
+
+    see = cache.room._disk_free
+    monkeypatch.setattr(cache.room, "_disk_free", hang)
+
+    async def scenario() -> None:
+        look = CacheLook(cache)
+        monkeypatch.setattr(looking, "ANSWER_WITHIN", 0.2)
+        cores, usage = await look.answered()
+        assert (cores, usage.disk_free) == ((), 0)
+        await look.answered()
+        assert len(looks) == 1  # a disk that hangs holds one
+        assert "the disk of this node's cache does not answer" in caplog.text
+        monkeypatch.setattr(looking, "ANSWER_WITHIN", 10)
+        cache.entry_folder(Entry(EXPORT, 1000)).mkdir()
+        go.set()
+        cores, usage = await look.answered()
+        assert [core.export for core in cores] == [EXPORT]
+        assert usage.disk_free > 0
+        assert len(looks) == 2  # what began before the question is no answer
+        go.clear()
+        monkeypatch.setattr(looking, "ANSWER_WITHIN", 0.2)
+        assert await look.answered() == (cores, usage)
+        go.set()
+
+    drive(scenario())

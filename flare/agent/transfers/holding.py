@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from flare.agent.cache import Cache, Entry
 from flare.agent.folders import check_file_path
 from flare.agent.inventory import Signed, signed_at
+from flare.agent.waiting import ask_disk
 from flare.cores.marker import Marker
 from flare.cores.marker import Ranges as Runs
 from flare.errors import BusyError, ConflictError, FlareError, NotFoundError
@@ -92,7 +92,7 @@ async def find_copy(cache: Cache, package: Package, own_key: bytes) -> Copy | No
             signed = await signed_at(folder / package.files[0])
             if signed == wanted:
                 return Copy(folder, package.files[0], complete)
-    return await asyncio.to_thread(_find_part, cache, package)
+    return await ask_disk(_find_part, cache, package)
 
 
 def _find_part(cache: Cache, package: Package) -> Copy | None:

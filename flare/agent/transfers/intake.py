@@ -28,7 +28,7 @@ from flare.agent.transfers.route import Route
 from flare.agent.transfers.running import Progress
 from flare.agent.transfers.shelf import Shelf
 from flare.agent.transfers.stock import Found, Stock
-from flare.agent.waiting import in_thread, made_in_thread, settled
+from flare.agent.waiting import ask_disk, in_thread, made_in_thread, settled
 from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
@@ -427,7 +427,7 @@ class Intake:
             tops_up = source == self._stock.place(file.path)
             head = ((0, file.start),) if file.start and tops_up else ()
             runs = (*head, *file.on_disk(has))
-            copying = asyncio.ensure_future(asyncio.to_thread(partial.copy_from, descriptor, runs))
+            copying = asyncio.ensure_future(ask_disk(partial.copy_from, descriptor, runs))
             try:
                 await asyncio.shield(copying)
             finally:

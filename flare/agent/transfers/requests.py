@@ -12,7 +12,7 @@ from flare.agent.node import Node
 from flare.agent.transfers.intake import Intake, Order
 from flare.agent.transfers.route import Route
 from flare.agent.transfers.running import Progress
-from flare.agent.waiting import settled
+from flare.agent.waiting import ask_disk, settled
 from flare.errors import ConflictError, ForbiddenError, RemoteProtocolError
 from flare.session import Session
 from flare.trust.grants import CheckedGrant, check_transfer
@@ -39,7 +39,7 @@ async def transfer(node: Node, session: Session, request: Transfer) -> None:
     with node.transfers.of_launch(launch) as stopped:
         order = _order(node, request, checked)
         publisher = checked.grant.package.publisher
-        await asyncio.to_thread(node.cache.store_profile, request.publisher, publisher)
+        await ask_disk(node.cache.store_profile, request.publisher, publisher)
         node.remember_grant(checked.grant, request.grant.signer)
         await while_connected(session, _carry_out(node, session, order, launch, stopped), "a transfer")
 

@@ -13,7 +13,7 @@ import socket
 from functools import partial
 from pathlib import PurePosixPath
 
-from flare.agent.file_requests import open_in_thread, run_with, worker_failure
+from flare.agent.file_requests import open_cached, open_in_thread, run_with, worker_failure
 from flare.agent.node import Node
 from flare.agent.transfers.holding import Copy, find_copy, shared_lock
 from flare.agent.transfers.route import explained, named, own_hello
@@ -145,7 +145,8 @@ async def _send(
         await asyncio.to_thread(copy.check_has, grant.package, file, ranges)
         path = str(copy.path(grant.package, file))
         try:
-            descriptor, information = await open_in_thread(path)
+            opening = open_in_thread if copy.entry is None else open_cached
+            descriptor, information = await opening(path)
         except NotFoundError as problem:  # where it would lie is nobody's business
             raise NotFoundError(problem.message.replace(path, file)) from None
         held.callback(os.close, descriptor)
