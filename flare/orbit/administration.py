@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flare.errors import ConflictError
+from flare.errors import ConflictError, IdentityError, UsageError
 from flare.identity import public_key_from_hex
 from flare.orbit.client import Answer, Client
 from flare.orbit.controller import Controller, read_controllers
@@ -33,13 +33,15 @@ async def add_controller(controller: Controller, name: str, public_key: str) -> 
         public_key: its public key as 64 hex digits.
 
     Raises:
-        IdentityError: that is no public key.
-        UsageError: the name or key is in the set, or the set is full.
+        UsageError: that is no public key, the name or key is in the set, or the set is full.
         ConflictError: another controller changed the set first.
         ForbiddenError: this controller is not in the set itself.
     """
     check_name(name, "controller name")
-    key = public_key_from_hex(public_key)
+    try:
+        key = public_key_from_hex(public_key)
+    except IdentityError as problem:
+        raise UsageError(f"{problem.message} `flare orbit controllers list` there prints its own.") from None
     return await _change(controller, lambda old: old.with_added(controller.identity, name, key))
 
 

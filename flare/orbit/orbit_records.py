@@ -122,21 +122,24 @@ class OrbitFile:
         """Return the node with that key, or None."""
         return next((node for node in self.nodes if node.public_key == public_key), None)
 
-    def named(self, names: Sequence[str], where: str) -> tuple[NodeEntry, ...]:
+    def named(
+        self, names: Sequence[str], where: str, *, wrong: type[FlareError] = ConfigError
+    ) -> tuple[NodeEntry, ...]:
         """Return the nodes of those names, in that order.
 
         Args:
             names: as the operator wrote them.
             where: what names them, such as "cluster sparks" or "--nodes", for the message.
+            wrong: the error for a name that is there twice: whose words they are decides.
 
         Raises:
-            ConfigError: one is named twice.
+            ConfigError, or `wrong`: one is named twice.
             NotFoundError: one is not paired.
         """
         found = []
         for position, name in enumerate(names):
             if name in names[:position]:
-                raise ConfigError(f"{where} names the node {printable(name)} twice; each may be there once.")
+                raise wrong(f"{where} names the node {printable(name)} twice; each may be there once.")
             node = next((node for node in self.nodes if node.name == name), None)
             if node is None:
                 raise NotFoundError(

@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flare.errors import ConflictError, FlareError, IdentityError, PairingError
+from flare.errors import BusyError, FlareError, IdentityError, PairingError
 from flare.identity import fingerprint
 from flare.orbit.client import WATCHED_TIMEOUT, Client, telling_who_waits
 from flare.orbit.controller import Controller, own_name, read_controllers
@@ -204,19 +204,19 @@ class _Pairer:
             outcome: what became of the host, for the message.
 
         Raises:
-            ConflictError: the node has another name already, or another node has this one.
+            BusyError: the node has another name already, or another node has this one.
         """
         known = orbit.node_of_key(public_key)
         if known is not None:
             if self.name is not None and self.name != known.name:
-                raise ConflictError(
+                raise BusyError(
                     f"{printable(host)} is recorded as {known.name}. To call it {self.name}, run `flare "
                     f"orbit forget {known.name}`, then pair again with --name {self.name}."
                 )
             return
         if any(node.name == name for node in orbit.nodes):
             assert name is not None, "nodes have names"
-            raise ConflictError(
+            raise BusyError(
                 f"The name {name} belongs to another node (fingerprint "
                 f"{orbit.node(name).fingerprint[:16]}…), so {printable(host)} (fingerprint "
                 f"{fingerprint(public_key)[:16]}…) {outcome}. If they are two hosts, run `flare orbit pair "

@@ -148,7 +148,7 @@ def plan_request(
     check_cabling(ring=ring, chain=chain)
     return PushRequest(
         reference=parse_reference(core),
-        nodes=orbit.named(to, "--to"),
+        nodes=orbit.named(to, "--to", wrong=UsageError),
         ring=ring,
         chain=chain,
         streams=streams or DEFAULT_TRANSFER_STREAMS,

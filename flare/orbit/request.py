@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flare.cores.reference import CoreReference, LocalReference, parse_reference
-from flare.errors import ConfigError, UsageError
+from flare.errors import ConfigError, NotFoundError, UsageError
 from flare.limits import MAX_STREAMS
 from flare.orbit.orbit_records import GroupDefinition, NodeEntry, OrbitFile
 from flare.paths import check_name
@@ -74,7 +74,7 @@ def plan_request(orbit: OrbitFile, options: RunOptions) -> LaunchRequest:
     Raises:
         UsageError: no core, or options that do not go together.
         ConfigError: the saved group says something that cannot be.
-        NotFoundError: a node or cluster that is not there.
+        NotFoundError: a node, cluster or saved group that is not there.
     """
     _check_combinations(options)
     saved = orbit.groups.get(options.name) if options.name is not None else None
@@ -82,7 +82,7 @@ def plan_request(orbit: OrbitFile, options: RunOptions) -> LaunchRequest:
         known = f" Saved groups: {', '.join(orbit.groups)}." if orbit.groups else ""
         if options.name is None:
             raise UsageError(f"Name a core, or a saved group with --name.{known}")
-        raise UsageError(f"No saved group is named {options.name}, so name a core as well.{known}")
+        raise NotFoundError(f"No saved group is named {options.name}, so name a core as well.{known}")
     base = saved or GroupDefinition(options.name or "")
     cabled = options.roce_ring or options.roce_chain  # either word replaces what the saved group says
     definition = replace(
@@ -162,7 +162,7 @@ def _candidates(
 ) -> tuple[tuple[NodeEntry, ...], bool]:
     """The candidate nodes, and whether their order is the rank order."""
     if options.nodes:
-        return orbit.named(options.nodes, "--nodes"), True
+        return orbit.named(options.nodes, "--nodes", wrong=UsageError), True
     if options.cluster is not None:
         return orbit.cluster(options.cluster), True
     if base.nodes:

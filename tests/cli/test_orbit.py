@@ -277,6 +277,6 @@ def test_rm_needs_every_node(flare: Flare, tmp_path: Path) -> None:
 
 def test_controllers_add_refuses_what_is_no_key(flare: Flare) -> None:
     outcome = flare("orbit", "controllers", "add", "laptop", "abcd")
-    assert outcome.code == 5
+    assert outcome.code == 2
     assert "64 hex digits" in outcome.err
     assert flare("orbit", "controllers", "remove", "nobody").code == 11

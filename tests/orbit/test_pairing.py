@@ -116,14 +116,14 @@ def test_a_name_that_is_taken_needs_another_one(orbit: Lab) -> None:
     other = orbit.start("maxwell2", "--accept-first")
     orbit.orbit_file.write_text(orbit.orbit_file.read_text().replace('name = "maxwell"', 'name = "maxwell2"'))
     taken = orbit.flare("orbit", "pair", other.address)
-    assert taken.code == 13
+    assert taken.code == 7
     assert "The name maxwell2 belongs to another node" in taken.err
     assert "--name OTHER" in taken.err
     named = orbit.flare("orbit", "pair", other.address, "--name", "hertz")
     assert named.code == 0, named
     assert "hertz" in named.out
     renamed = orbit.flare("orbit", "pair", other.address, "--name", "volta")
-    assert renamed.code == 13
+    assert renamed.code == 7
     assert "is recorded as hertz" in renamed.err
 
 
@@ -132,7 +132,7 @@ def test_a_name_that_is_taken_costs_no_code(orbit: Lab) -> None:
     host = orbit.start("hertz").address
     code = code_of(orbit, "hertz")
     taken = orbit.flare("orbit", "pair", host, "--code", "-", "--name", "maxwell", stdin=code)
-    assert taken.code == 13
+    assert taken.code == 7
     assert f"{host} (fingerprint" in taken.err
     assert "was not paired. If they are two hosts, run" in taken.err
     assert orbit.flare("orbit", "pair", host, "--code", "-", stdin=code).code == 0
@@ -145,7 +145,7 @@ def test_a_nodes_own_name_that_is_taken_has_a_remedy(orbit: Lab) -> None:
     host = orbit.start("hertz").address
     code = code_of(orbit, "hertz")
     taken = orbit.flare("orbit", "pair", host, "--code", "-", stdin=code)
-    assert taken.code == 13
+    assert taken.code == 7
     assert "was paired but not recorded" in taken.err
     assert f"run `flare orbit pair {host} --name OTHER`" in taken.err
     with terminal(*orbit.command("orbit", "pair", host, "--name", "volta")) as screen:

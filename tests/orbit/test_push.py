@@ -310,7 +310,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(orbit: Lab, tmp_path:
         assert sentence in outcome.err
 
     refused(2, "--to takes node names", ",")
-    refused(3, "twice", "maxwell,maxwell")
+    refused(2, "twice", "maxwell,maxwell")
     refused(11, "not paired", "maxwell,nobody")
     refused(2, "a number from 1 to 64", "maxwell", "--transfer-streams", "65")
     refused(2, "both say how the nodes are cabled", "maxwell", "--roce-ring", "--roce-chain")

@@ -98,12 +98,13 @@ def test_the_group_takes_the_name_of_an_explicit_cluster() -> None:
 
 REFUSED = {
     "no core": (RunOptions(), UsageError, r"Name a core, or a saved group with --name"),
-    "no such saved group": (RunOptions(name="x"), UsageError, r"No saved group is named x, so name a core"),
+    "no such saved group": (RunOptions(name="x"), NotFoundError, r"No saved group is named x, so name a"),
     "both": (RunOptions(core="/a", cluster="sparks", nodes=("hertz",)), UsageError, "give one of them"),
     "persistent": (RunOptions(core="/a", persistent=True), UsageError, r"give it one with --name"),
     "name": (RunOptions(core="/a", name="-x"), UsageError, r'"-x" is no group name'),
     "streams": (RunOptions(core="/a", transfer_streams=65), UsageError, r"--transfer-streams takes"),
     "node": (RunOptions(core="/a", nodes=("nobody",)), NotFoundError, r"--nodes names the node nobody"),
+    "twice": (RunOptions(core="/a", nodes=("hertz", "hertz")), UsageError, r"the node hertz twice"),
     "cluster": (RunOptions(core="/a", cluster="nobody"), NotFoundError, r"no cluster named nobody"),
     "port": (RunOptions(core="/a", serving=("--port", "0")), UsageError, r"--port 0 lets .* such as --port"),
     "option": (RunOptions(core="/a", serving=("--core-cache", "/")), UsageError, r"is no serving option"),
