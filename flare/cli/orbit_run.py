@@ -108,8 +108,8 @@ def _launch(
     try:
         work = _run(controller, request, spawner, persistent=persistent, dry_run=dry_run, detach=detach)
         return run_async(work)
-    except OperatorLeftError:
-        raise SystemExit(130) from None
+    except OperatorLeftError as left:
+        raise SystemExit(left.exit_code) from None
     finally:
         if spawner is not None:
             spawner.close()

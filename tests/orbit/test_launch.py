@@ -127,6 +127,24 @@ def test_ctrl_c_twice_leaves_at_once_and_says_what_remains(orbit: Lab, tmp_path:
     assert states(orbit)["tiny"] != "running"
 
 
+def test_sigterm_leaves_a_followed_group_and_says_that_it_runs_on(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell")
+    core = make_core(tmp_path / "core", ranks=1)
+    with orbit.running("orbit", "run", str(core), *TRUST) as process:
+        started = "".join(read_until(process, "] serving"))
+        assert "Ctrl-C stops the group" in started
+        assert "Follow it: flare orbit attach" not in started
+        process.send_signal(signal.SIGTERM)
+        rest = "".join(read_until(process, "Terminated"))
+        assert (
+            "Terminated: tiny runs on (rank 0 on maxwell). Follow it with `flare orbit attach tiny`, end it "
+            "with `flare orbit stop tiny`."
+        ) in rest
+        assert process.wait(timeout=60) == 143
+    assert states(orbit) == {"tiny": "running"}
+    assert orbit.flare("orbit", "stop", "--now").code == 0
+
+
 def test_ctrl_c_while_a_group_drains_says_that_it_goes_on(orbit: Lab, tmp_path: Path) -> None:
     orbit.paired("maxwell")
     core = make_core(tmp_path / "core", ranks=1)
