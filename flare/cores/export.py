@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flare.cores.estimate import Estimate, estimate_gguf, estimate_safetensors
-from flare.cores.hashing import DigestTask, Stages, digest_all, no_stages
+from flare.cores.hashing import Advance, DigestTask, Stages, digest_all, no_stages
 from flare.cores.index import ENGINES, MODEL_FOLDER, REVISIONS, CoreFile, CoreIndex, Layout
 from flare.cores.placing import PUBLISHED_MODE, place
 from flare.cores.primary import DIGESTS_TENSOR, INDEX_KEY, PUBLISHER_KEY, SIGNATURE_KEY, SIGNED_PREFIX
@@ -84,7 +84,7 @@ def export_core(
         name: the model's name; by default that of the file or repository.
         copy: copy files that cannot be linked.
         allow_code: take companions that are code or pickles.
-        progress: shows the stages "digesting" and "verifying".
+        progress: shows the stages "copying" (where something is), "digesting" and "verifying".
         processes: at most so many; by default one a processor.
 
     Returns:
@@ -103,7 +103,7 @@ def export_core(
     made = _make_folder(folder, primary)
     try:
         with scratch_folder(folder, ".flare-export-") as staging:
-            _place_files(plan.files, staging, copy)
+            _place_files(plan.files, staging, copy, progress)
             table, files = _digests(plan.files, staging, progress, processes)
             members = _members(plan, revision, ranks, layout, files)
             _write(staging / primary.name, encode_primary(members, table, publisher))
@@ -249,11 +249,20 @@ def _make_folder(folder: Path, primary: Path) -> bool:
     return False
 
 
-def _place_files(files: Sequence[SourceFile], staging: Path, copy: bool) -> None:
+def _place_files(files: Sequence[SourceFile], staging: Path, copy: bool, progress: Stages) -> None:
+    advance: Advance | None = None
+
+    def copied(count: int) -> None:
+        # Whether a file is copied or shares its blocks shows with its first piece.
+        nonlocal advance
+        if advance is None:
+            advance = progress("copying", sum(file.real.stat().st_size for file in files))
+        advance(count)
+
     for file in files:
         destination = staging / file.path
         destination.parent.mkdir(parents=True, exist_ok=True)
-        place(file.real, destination, copy=copy)
+        place(file.real, destination, copy=copy, copied=copied)
 
 
 def _digests(

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from flare.errors import StorageError
@@ -20,7 +21,9 @@ _NO_REFLINK = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
-def place(real: Path, destination: Path, *, copy: bool) -> None:
+def place(
+    real: Path, destination: Path, *, copy: bool, copied: Callable[[int], None] = lambda _count: None
+) -> None:
     """Make `destination` hold what `real` holds: a reflink, else a hard link, or a copy where asked for.
 
     A hard link keeps the mode of the file it links: that one belongs to its owner.
@@ -29,6 +32,7 @@ def place(real: Path, destination: Path, *, copy: bool) -> None:
         real: a regular file, links resolved.
         destination: must not exist; its folder must.
         copy: copy where no reflink can be made.
+        copied: is told of every piece's bytes while it is copied.
 
     Raises:
         StorageError: neither kind of link can be made (the message names --copy), or the copy failed.
@@ -44,7 +48,7 @@ def place(real: Path, destination: Path, *, copy: bool) -> None:
         if _reflink(source, destination):
             return
         if copy:
-            _copy(source, information.st_size, destination)
+            _copy(source, information.st_size, destination, copied)
         else:
             _hard_link(real, information, destination)
     finally:
@@ -94,7 +98,7 @@ def _hard_link(real: Path, information: os.stat_result, destination: Path) -> No
         raise StorageError(f"{real} was replaced while it was linked. Export again.")
 
 
-def _copy(source: int, size: int, destination: Path) -> None:
+def _copy(source: int, size: int, destination: Path, copied: Callable[[int], None]) -> None:
     target = _create(destination)
     try:
         done = 0
@@ -103,6 +107,7 @@ def _copy(source: int, size: int, destination: Path) -> None:
             if sent == 0:
                 raise StorageError(f"The source of {destination.name} became shorter while it was copied.")
             done += sent
+            copied(sent)
         os.fchmod(target, PUBLISHED_MODE)
         os.fsync(target)
     except OSError as problem:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flare.cores import export
+from flare.cores import export, placing
 from flare.cores.export import export_core
 from flare.cores.index import model_file
 from flare.cores.primary import load_primary
@@ -118,6 +118,22 @@ def test_stages_are_shown(tmp_path: Path) -> None:
     size = source.stat().st_size
     assert shown == {"digesting": size, "verifying": size}
     assert sum(counted) == 2 * size
+
+
+def test_a_copy_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "_reflink", lambda *_: False)
+    shown: dict[str, int] = {}
+    counted: list[int] = []
+
+    def stage(label: str, total: int) -> Any:
+        shown[label] = total
+        return counted.append
+
+    source = gguf(tmp_path / "Tiny.gguf")
+    make(source, tmp_path / "core", progress=stage, copy=True)
+    size = source.stat().st_size
+    assert shown == {"copying": size, "digesting": size, "verifying": size}
+    assert sum(counted) == 3 * size
 
 
 @pytest.mark.parametrize(

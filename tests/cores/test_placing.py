@@ -53,7 +53,9 @@ def test_another_file_system_names_copy(tmp_path: Path, elsewhere: Path) -> None
 
 def test_copy(tmp_path: Path, elsewhere: Path) -> None:
     real = source(tmp_path)
-    place(real, elsewhere / "placed", copy=True)
+    pieces: list[int] = []
+    place(real, elsewhere / "placed", copy=True, copied=pieces.append)
+    assert sum(pieces) == real.stat().st_size
     assert (elsewhere / "placed").read_bytes() == real.read_bytes()
     assert stat.S_IMODE((elsewhere / "placed").stat().st_mode) == 0o444
 
