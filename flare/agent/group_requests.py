@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from flare.agent import told
 from flare.agent.cache import Entry
 from flare.agent.connected import while_connected
 from flare.agent.damaged import drop_damaged
@@ -70,6 +71,8 @@ async def run(node: Node, session: Session, request: messages.Run) -> None:
         rank.before_end = DeviceMemory(node.sampler, spec.gpus, readings).wait_until_back
         rank.on_gone.append(pins.pop_all().close)
         rank.on_gone.append(lambda: drop_damaged(node, rank))
+        rank.on_gone.append(lambda: told.ended(rank))
+    told.starts(node, session, spec)
     node.remember_grant(checked.grant, request.grant.signer)
     pid = await node.ranks.start(rank)
     await session.send(messages.RunReply(pid=pid, launch=spec.launch))
@@ -201,6 +204,8 @@ async def stop(node: Node, session: Session, request: messages.Stop) -> None:
             node.transfers.stop(request.group)
             raise
         rank = ended[0]
+    if rank.running:
+        told.stop_asked(node, session, rank.spec, now=request.now)
     stopping = asyncio.create_task(node.ranks.stop(rank, now=request.now))
 
     async def answer() -> None:

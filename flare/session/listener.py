@@ -11,12 +11,19 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from flare.errors import BusyError, FlareError, RemoteProtocolError, UnreachableError, VersionError
+from flare.errors import (
+    BusyError,
+    FlareError,
+    PairingError,
+    RemoteProtocolError,
+    UnreachableError,
+    VersionError,
+)
 from flare.identity import Identity
 from flare.session.addresses import SocketAddress, format_address, prepare_socket, socket_address
 from flare.session.admission import HANDSHAKE_TIMEOUT, STRANGER_FRAME_TIMEOUT, Admission, Place
 from flare.session.connecting import check_hello, drive, version_sentence
-from flare.session.connection import Session, SessionClosedError
+from flare.session.connection import Session, SessionBrokenError, SessionClosedError
 from flare.wire.handshake import PROTOCOL_VERSION, Responder
 from flare.wire.messages import Hello
 
@@ -268,7 +275,9 @@ class Listener:
         except (SessionClosedError, VersionError) as problem:
             _log.debug("%s", problem)
         except FlareError as problem:
-            _log.info("Session from %s ended: %s", host, problem)
+            # A peer that goes away is no event, and why it may not pair was said by who refused it.
+            ordinary = isinstance(problem, SessionBrokenError | PairingError)
+            _log.log(logging.DEBUG if ordinary else logging.INFO, "Session from %s ended: %s", host, problem)
             if session is not None and not session.ended:
                 await session.send_error(problem)
         except Exception:

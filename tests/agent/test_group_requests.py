@@ -226,6 +226,31 @@ def test_killed_rank(paired: Agent, controller: Peer) -> None:
     drive(scenario())
 
 
+def test_the_log_tells_launches_orders_and_ends(paired: Agent, controller: Peer) -> None:
+    async def scenario() -> None:
+        async with controller.session(paired) as session:
+            await session.request(controller.run_request(paired))
+            await lines_until(session, "ready")
+            async with controller.session(paired) as other:
+                await other.request(Stop(now=False))
+                await other.receive(messages.Exit, timeout=60)
+        request = controller.run_request(paired, "exit:3", **launch(2, "nemo"))
+        async with controller.session(paired) as session:
+            await session.request(request)
+
+    drive(scenario())
+    wait_for(lambda: "failed with status 3" in paired.log())
+    log = paired.log()
+    glm = "glm (glm-20261130T120000Z-0001), rank 1 of 2: "
+    nemo = "nemo (nemo-20261130T120000Z-0002), rank 1 of 2: "
+    assert f"INFO {glm}starts core.safetensors on GPU 0, asked by workstation\n" in log
+    assert f"INFO {glm}is to end after what runs, asked by workstation\n" in log
+    assert f"INFO {glm}ended with status 0\n" in log
+    assert f"INFO {nemo}starts core.safetensors on GPU 0, asked by workstation\n" in log
+    assert f"WARNING {nemo}failed with status 3: " in log
+    assert "Session from" not in log
+
+
 def test_python_m_flare_starts_ranks_too(new_agent: Callable[..., Agent], controller: Peer) -> None:
     agent = new_agent(real=True).start("--accept-first")
 

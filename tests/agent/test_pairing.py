@@ -79,6 +79,7 @@ def test_a_wrong_code_costs_a_second_and_does_not_use_up_the_right_one(
     assert time.monotonic() - started >= 1.0
     assert "proof" not in str(refusal.value)  # the reason stands in the node's log alone
     assert "its proof of the code is wrong" in agent.log()
+    assert "This node refused to pair" not in agent.log()  # which sends to this log for the reason
     drive(controller.pair(agent, code))
 
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import socket
+import struct
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from flare.session import (
     listener,
 )
 from flare.session.connecting import drive
+from flare.session.connection import SessionBrokenError
 from flare.wire.frames import Tag, encode_frame, seal
 from flare.wire.handshake import Initiator
 from flare.wire.messages import Hello, Stat, StatReply
@@ -546,6 +548,29 @@ def test_a_handlers_error_reaches_the_peer() -> None:
                 await alice.request(Stat("/x"))
 
     play(main())
+
+
+def test_a_peer_that_goes_away_is_no_event(caplog: pytest.LogCaptureFixture) -> None:
+    ended = asyncio.Event()
+
+    async def handler(session: Session) -> None:
+        try:
+            await session.receive(Stat)
+        except SessionBrokenError:
+            ended.set()
+            raise
+
+    async def main() -> None:
+        async with listening(handler) as (_, port):
+            alice = await connect("127.0.0.1", port, ALICE, hello=ALICES_HELLO)
+            sock, _channel = alice.detach()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()  # a reset, as when it is killed while something is on its way to it
+            await asyncio.wait_for(ended.wait(), 10)
+
+    with caplog.at_level(logging.INFO, "flare.session"):
+        play(main())
+    assert not caplog.records
 
 
 def test_a_handlers_fault_is_logged(caplog: pytest.LogCaptureFixture) -> None:
