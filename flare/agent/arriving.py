@@ -16,12 +16,13 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from flare.agent.cache import Cache, Entry, Place
 from flare.agent.inventory import Signed, signed_at
 from flare.agent.room import Reservation
-from flare.agent.waiting import in_thread
+from flare.agent.waiting import ask_disk, in_thread, made_in_thread
 from flare.errors import (
     BusyError,
     ConflictError,
@@ -62,11 +63,18 @@ class _File:
     """One file that is being received by one or more streams of one upload.
 
     Args:
+        descriptor: the file that lies there, open for reading and writing; closed with this.
         room: what is kept for all of it, until it is closed.
     """
 
     def __init__(
-        self, path: Path, size: int, publisher: str | None, uploader: Hashable, room: Reservation
+        self,
+        path: Path,
+        descriptor: int,
+        size: int,
+        publisher: str | None,
+        uploader: Hashable,
+        room: Reservation,
     ) -> None:
         self.path = path
         self.size = size
@@ -78,9 +86,7 @@ class _File:
         self.whole = False  # every byte came: it is digested and published, and nobody writes to it again
         self.problem: FlareError | None = None  # why, where the reason lies here
         self.quiet_since = 0.0
-        self.descriptor = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        self.descriptor = descriptor
         self._held = ExitStack()
         self._held.callback(os.close, self.descriptor)
         self._held.enter_context(room)
@@ -217,7 +223,7 @@ class Arrivals:
         if place.entry is None and ranges != Ranges.whole(size):
             raise RemoteProtocolError(f"PUT of a {place.kind} takes the whole file, not ranges of it.")
         replacing = None
-        if (await asyncio.to_thread(self._cache.have, place, size))[0]:
+        if (await ask_disk(self._cache.have, place, size))[0]:
             if publisher is None or await signed_by(place, size, publisher):
                 return None
             replacing = publisher
@@ -232,30 +238,49 @@ class Arrivals:
             async with self._beginning:  # the first share of a file makes room for all of it
                 self._check_whose(place, uploader)  # nothing is evicted for who waits
                 await self.settle()  # what is being removed is room
-                with ExitStack() as unused:
-                    room = None
-                    if place not in self._files:
-                        room = unused.enter_context(await self._cache.room.reserve(size))
-                    # From here to the end there is no await: of two streams for the same bytes exactly one
-                    # goes on.
+                made = None
+                if place not in self._files:
+                    made = await self._new_file(place, size, replacing, uploader)
+                # From here to the end there is no await, unless it is refused: of two streams for the same
+                # bytes exactly one goes on.
+                try:
                     if replacing is None and self._cache.size_of(place) == size:
                         return None
                     self._check_whose(place, uploader)
-                    if room is not None:
-                        self._files[place] = self._new_file(size, replacing, uploader, room)
-                        unused.pop_all()
+                    if made is not None:
+                        self._files[place] = made
+                        made = None
+                finally:
+                    if made is not None:
+                        await made.remove()
                 return self._begin(place, size, ranges, replacing)
 
-    def _new_file(self, size: int, publisher: str | None, uploader: Hashable, room: Reservation) -> _File:
-        file = None
-        try:
-            file = _File(self._cache.new_arrival(), size, publisher, uploader, room)
-            os.truncate(file.descriptor, size)
-        except OSError as problem:
-            if file is not None:
-                file.close()
-            raise describe_os_error(problem, "Cannot make a file in the cache") from None
+    async def _new_file(self, place: Place, size: int, publisher: str | None, uploader: Hashable) -> _File:
+        """Make room and a file in a thread: a disk that hangs holds up beginnings, and nothing else."""
+        path = self._cache.new_arrival()
+        with ExitStack() as unused:
+            room = unused.enter_context(await self._cache.room.reserve(size))
+            descriptor = await made_in_thread(
+                partial(self._create, place, path, size), partial(_close_and_remove, path)
+            )
+            file = _File(path, descriptor, size, publisher, uploader, room)
+            unused.pop_all()
         return file
+
+    def _create(self, place: Place, path: Path, size: int) -> int:
+        try:
+            descriptor = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
+            try:
+                os.truncate(descriptor, size)
+                self._cache.begin_writing(place)
+            except BaseException:
+                _close_and_remove(path, descriptor)
+                raise
+        except OSError as problem:
+            raise describe_os_error(problem, "Cannot make a file in the cache") from None
+        return descriptor
 
     def _begin(self, place: Place, size: int, ranges: Ranges, replacing: str | None) -> Stream:
         file = self._files[place]
@@ -274,7 +299,6 @@ class Arrivals:
         # Bytes that came before and come again, from a controller that starts over, are not there meanwhile.
         file.done = file.done.difference(ranges)
         file.active.append(ranges)
-        self._cache.begin_writing(place)
         self._cache.pin(place.path if place.entry is None else str(place.entry))
         return Stream(self, place, file, ranges)
 
@@ -427,6 +451,11 @@ class Arrivals:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _close_and_remove(path: Path, descriptor: int) -> None:
+    os.close(descriptor)
+    path.unlink(missing_ok=True)
 
 
 def _given_up(place: Place, problem: FlareError | None) -> FlareError:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import logging
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from flare.agent import arriving
 from flare.agent.arriving import Arrivals, BroughtByOtherError
 from flare.agent.cache import Cache, Entry
+from flare.cores.marker import Marker
 from flare.errors import BusyError, ConflictError, IdentityError, StorageError, TransferError
 from flare.paths import Paths
 from flare_workers.ranges import Ranges
@@ -234,6 +236,49 @@ def test_quiet_parts_are_forgotten(cache: Cache, monkeypatch: pytest.MonkeyPatch
         await arrivals.settle()
         assert left(cache) == 0
 
+    drive(scenario())
+
+
+def test_a_file_begins_beside_the_loop(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = cache.place("core", f"{ENTRY}/core.safetensors")
+    folder = cache.entry_folder(ENTRY)
+    truncate, go, hangs = os.truncate, threading.Event(), threading.Event()
+
+    def hang(descriptor: int, size: int) -> None:
+        hangs.set()
+        assert go.wait(10)
+        truncate(descriptor, size)
+
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        for published, cancelled in ((False, True), (True, False), (False, False)):
+            folder.mkdir()
+            cache.mark(ENTRY, Marker("00" * 32, {}))
+            go.clear()
+            hangs.clear()
+            beginning = asyncio.create_task(arrivals.begin(place, 100, Ranges.whole(100)))
+            await asyncio.wait_for(asyncio.to_thread(hangs.wait), 10)
+            await asyncio.sleep(0)  # the loop runs
+            assert not beginning.done()
+            if published:
+                (folder / "core.safetensors").write_bytes(bytes(100))
+            if cancelled:
+                beginning.cancel()
+            go.set()
+            await asyncio.wait({beginning})
+            if cancelled or published:
+                assert cancelled == beginning.cancelled()
+                assert cancelled or beginning.result() is None
+                assert left(cache) == 0
+                assert not cache.room._reservations
+            shutil.rmtree(folder)
+        assert beginning.result() is not None
+        assert cache.marker(ENTRY) is None
+        assert left(cache) == 1
+        arrivals.close()
+        assert left(cache) == 0
+
+    monkeypatch.setattr("flare.agent.arriving.os.truncate", hang)
     drive(scenario())
 
 
