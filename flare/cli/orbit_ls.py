@@ -57,7 +57,7 @@ def print_runs(runs: Sequence[Run]) -> None:
     from flare.orbit.follow import describe_end
 
     output.table(
-        ("group", "state", "phase", "up", "ranks", "url", "launch"),
+        ("group", "state", "phase", "up", "rank node:device", "url", "launch"),
         [
             (
                 run.name,
@@ -82,8 +82,9 @@ def print_runs(runs: Sequence[Run]) -> None:
 
 
 def _ranks(run: Run) -> str:
-    """Such as "maxwell:0, hertz:0": each rank's node and devices."""
-    return ", ".join(
-        rank.node.name + (":" + "+".join(map(str, rank.devices)) if rank.devices else "")
-        for rank in run.ranks
-    )
+    """Such as "0 maxwell:0, 1 hertz:2": each rank, its node and devices; "1 missing" if no node knows it."""
+    cells = dict.fromkeys(run.missing, "missing")
+    for rank in run.ranks:
+        devices = ":" + "+".join(map(str, rank.devices)) if rank.devices else ""
+        cells[rank.report.rank] = rank.node.name + devices
+    return ", ".join(f"{rank} {cells[rank]}" for rank in sorted(cells))

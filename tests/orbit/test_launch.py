@@ -103,7 +103,7 @@ def test_a_launch_is_followed_and_ctrl_c_stops_it(orbit: Lab, tmp_path: Path) ->
         assert full.code == 7
         assert "is held by the running group glm-" in full.err
         listed = orbit.flare("orbit", "ls").out
-        assert re.search(r"glm +running +serving .* maxwell:0, hertz:0 +http://127.0.0.1:8123", listed)
+        assert re.search(r"glm +running +serving .* 0 maxwell:0, 1 hertz:0 +http://127.0.0.1:8123", listed)
         process.send_signal(signal.SIGINT)
         rest = "".join(read_until(process, "Stopped glm"))
         assert "running requests are finished first" in rest

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from flare.cli.orbit_ls import print_runs
 from flare.errors import NotFoundError, UnreachableError
 from flare.orbit.client import Answer
 from flare.orbit.orbit_records import GroupDefinition
@@ -68,6 +69,20 @@ def test_a_failed_rank_makes_the_run_failed_once_nothing_runs() -> None:
     assert only[0].state == "failed"
     assert only[0].missing == (0,)
     assert only[0].to_json()["missing_ranks"] == [0]
+
+
+def test_a_run_is_listed_with_its_ranks_their_devices_and_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ranks = [
+        answer(MAXWELL, gpus=(gpu(3, "CPU-0"),), groups=(group_report("glm-1", ranks=3),)),
+        answer(HERTZ, groups=(group_report("glm-1", rank=2, ranks=3),)),
+    ]
+    print_runs(collect_runs(ranks))
+    listed = capsys.readouterr()
+    assert "  RANK NODE:DEVICE  " in listed.out
+    assert "  0 maxwell:3, 1 missing, 2 hertz:0  " in listed.out
+    assert "glm: no node that answered knows rank 1." in listed.err
 
 
 def test_the_oldest_launch_comes_first_however_long_it_ran() -> None:
