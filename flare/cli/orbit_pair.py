@@ -13,6 +13,9 @@ from flare.cli.orbit_common import json_option, open_controller, run_async
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flare.errors import FlareError
+    from flare.orbit.controller import Controller
+
 MAX_CODE_LINE = 4096  # characters; a code has 39
 
 
@@ -29,8 +32,8 @@ def pair(hosts: tuple[str, ...], code: str | None, name: str | None, as_json: bo
     """Pair nodes: this controller may then run groups on them.
 
     HOST is a name or address, with :PORT when it is not 29900. Every host has a one-time code of its own,
-    which `flare agent install` or `flare agent join-code` printed there; without --code you are asked for
-    them one by one. Compare each printed fingerprint with what the host printed.
+    which `flare agent install` or `flare agent join-code` printed there; without --code you are asked in
+    a terminal for those that are needed. Compare each printed fingerprint with what the host printed.
 
     One code for several hosts works where they were installed with it (`--join-code`), and lets those hosts
     stand in for each other. A node that has another address now is paired again under that address; no code
@@ -47,12 +50,30 @@ def pair(hosts: tuple[str, ...], code: str | None, name: str | None, as_json: bo
 def pair_hosts(hosts: tuple[str, ...], code: str | None, name: str | None, as_json: bool) -> None:
     """Pair and print the outcomes, for `flare agent pair` too. Ends with the first failure's exit code."""
     from flare.errors import UsageError
+    from flare.orbit.pairing import Pairing
     from flare.orbit.pairing import pair as pair_nodes
 
     if name is not None and len(hosts) > 1:
         raise UsageError("--name names one node; give one HOST with it.")
     controller = open_controller(quiet=as_json)
-    outcomes = run_async(pair_nodes(controller, hosts, codes=read_codes(code, hosts), name=name))
+    codes = read_codes(code, hosts)
+    failures: dict[int, FlareError] = {}
+    if codes is None:
+        codes, failures = ask_for_codes(controller, hosts)
+    left = [number for number in range(len(hosts)) if number not in failures]
+    paired = run_async(
+        pair_nodes(
+            controller,
+            [hosts[number] for number in left],
+            codes=[codes[number] for number in left],
+            name=name,
+        )
+    )
+    found = dict(zip(left, paired, strict=True))
+    outcomes = [
+        found[number] if number in found else Pairing(host, error=failures[number])
+        for number, host in enumerate(hosts)
+    ]
     if as_json:
         output.print_json(
             [
@@ -88,11 +109,11 @@ def pair_hosts(hosts: tuple[str, ...], code: str | None, name: str | None, as_js
         raise SystemExit(failed[0].exit_code)
 
 
-def read_codes(code: str | None, hosts: Sequence[str]) -> list[str | None]:
-    """Return a join code for each host: as given, from standard input for "-", or asked for on a terminal.
+def read_codes(code: str | None, hosts: Sequence[str]) -> list[str | None] | None:
+    """Return a join code for each host: as given, or from standard input for "-".
 
     Returns:
-        None where a host is to be paired without a code.
+        None for a host that is to be paired without a code; None alone where a person can be asked.
 
     Raises:
         UsageError: a code was promised, and it is empty; or there are not as many as hosts.
@@ -119,9 +140,24 @@ def read_codes(code: str | None, hosts: Sequence[str]) -> list[str | None]:
         )
     if lines:
         return [lines[0] if len(lines) == 1 else lines[number] for number in range(len(hosts))]
-    if sys.stdin.isatty() and sys.stderr.isatty():
-        return [_ask_for_code(host) for host in hosts]
-    return [None] * len(hosts)
+    return None if sys.stdin.isatty() and sys.stderr.isatty() else [None] * len(hosts)
+
+
+def ask_for_codes(
+    controller: Controller, hosts: Sequence[str]
+) -> tuple[list[str | None], dict[int, FlareError]]:
+    """Ask for the codes that are needed, once every host was tried.
+
+    Returns:
+        A code for each host, or None; and by their number the hosts that cannot be paired, and why.
+    """
+    from flare.errors import FlareError
+    from flare.orbit.pairing import need_codes
+
+    needs = run_async(need_codes(controller, hosts))
+    failures = {number: need for number, need in enumerate(needs) if isinstance(need, FlareError)}
+    pairs = zip(hosts, needs, strict=True)
+    return [_ask_for_code(host) if need is True else None for host, need in pairs], failures
 
 
 def _read_line() -> str:

@@ -41,6 +41,38 @@ class Pairing:
     error: FlareError | None = None
 
 
+async def need_codes(controller: Controller, hosts: Sequence[str]) -> list[bool | FlareError]:
+    """Look which hosts want a code before a person is asked for any.
+
+    A recorded node that obeys this controller proves its key and needs none. What another says is no reason
+    to leave the code out: it may have answered in the host's place.
+
+    Returns:
+        For each host whether it needs a code, or why it cannot be paired at all.
+
+    Raises:
+        ForbiddenError: this controller is not in its own orbit file's controller set.
+    """
+    controller = ensure_controller_set(controller)
+    waiting = list(hosts)
+
+    async def one(host: str) -> bool | FlareError:
+        try:
+            address, port = parse_address(host)
+            identity, hello = controller.identity, Client(controller).hello()
+            session = await connect(address, port, identity, hello=hello, timeout=WATCHED_TIMEOUT)
+            await session.close()
+            check_key_change(controller.orbit, format_address(address, port), session.peer_key)
+        except FlareError as problem:
+            return problem
+        finally:
+            waiting.remove(host)
+        return session.hello.node is None or controller.orbit.node_of_key(session.peer_key) is None
+
+    async with telling_who_waits(controller.reporter, waiting):
+        return list(await asyncio.gather(*map(one, hosts)))
+
+
 async def pair(
     controller: Controller, hosts: Sequence[str], *, codes: Sequence[str | None], name: str | None = None
 ) -> list[Pairing]:
@@ -160,9 +192,9 @@ class _Pairer:
         if self.key is None:
             return (
                 "Without a code only a node that accepts the first controller can be paired. On the host, "
-                "`flare agent join-code` prints a code, which `flare orbit pair` asks for; a node that "
-                "another controller holds needs `flare orbit controllers add` there, or `flare agent reset` "
-                "on the host."
+                "`flare agent join-code` prints a code, which `flare orbit pair` asks for in a terminal and "
+                "with --code - reads from standard input; a node that another controller holds needs `flare "
+                "orbit controllers add` there, or `flare agent reset` on the host."
             )
         return (
             "The code is wrong (every host has its own), used or older than 24 hours, or the node is paired "

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 from flare.identity import Identity
+from flare.system import free_port
 from flare.trust.join_code import generate
 from tests.orbit.lab import Lab, wait_for
 from tests.orbit.terminal import terminal
@@ -155,6 +156,21 @@ def test_a_nodes_own_name_that_is_taken_has_a_remedy(orbit: Lab) -> None:
     assert f"Paired: volta at {host}" in screen.text.replace("\r", "")
 
 
+def test_nobody_is_asked_for_the_code_of_a_host_that_does_not_answer(orbit: Lab) -> None:
+    host = orbit.start("maxwell").address
+    gone = f"127.0.0.1:{free_port()}"
+    with terminal(*orbit.command("orbit", "pair", gone, host)) as screen:
+        screen.wait_for(f"Code for {host}")
+        screen.type(code_of(orbit, "maxwell") + "\n")
+        assert screen.end() == 4, screen.text
+    assert f"Code for {gone}" not in screen.text
+    assert f"{gone} refused the connection" in screen.text
+    assert "Paired: maxwell" in screen.text
+    told = orbit.flare("orbit", "pair", orbit.start("hertz").address)
+    assert told.code == 5
+    assert "asks for in a terminal and with --code - reads from standard input" in told.err
+
+
 def test_a_changed_key_is_refused_until_the_node_is_forgotten(orbit: Lab) -> None:
     orbit.paired("maxwell")
     address = orbit.agents["maxwell"].address
@@ -183,6 +199,10 @@ def test_a_moved_node_gets_its_new_address(orbit: Lab) -> None:
     assert "If maxwell has another address now, `flare orbit pair ADDRESS` records it." in away.err
     outcome = orbit.flare("orbit", "pair", moved.address)
     assert outcome.out.startswith(f"Address updated: maxwell is now at {moved.address}\n")
+    with terminal(*orbit.command("orbit", "pair", moved.address)) as screen:
+        assert screen.end() == 0, screen.text
+    assert "Code for" not in screen.text
+    assert "Already paired: maxwell" in screen.text
     assert orbit.flare("orbit", "status").code == 0
 
 
