@@ -2,8 +2,8 @@
 
 The order of the checks is docs/protocol.md's: who signed, then the signature, then the strict parse,
 then what it says. All of them raise ForbiddenError, ClockSkewError, ConflictError or, for a body that is
-no grant, RemoteProtocolError; their sentences are for this node's log (`wire.messages.Error.of` tells a
-peer that was refused nothing but that).
+no grant, RemoteProtocolError; and NotFoundError where a grant is good, and what it names has gone. Their
+sentences are for this node's log (`wire.messages.Error.of` tells a peer that was refused nothing but that).
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from flare.errors import ClockSkewError, ConflictError, FlareError, ForbiddenError, RemoteProtocolError
+from flare.errors import (
+    ClockSkewError,
+    ConflictError,
+    FlareError,
+    ForbiddenError,
+    NotFoundError,
+    RemoteProtocolError,
+)
 from flare.limits import MAX_RANGES
 from flare.trust.controllers import ControllerSet
 from flare.trust.grant_body import (
@@ -322,7 +329,10 @@ def _check_file(grant: Grant, file: str | None) -> None:
 def _check_holder(grant: Grant, own_key: bytes, holds: Callable[[Package], bool]) -> None:
     source = grant.package.source
     if not (source is not None and source.public_key == own_key) and not holds(grant.package):
-        raise ForbiddenError("This node is not the grant's source and holds no such core.")
+        raise NotFoundError(
+            "This node is not the grant's source, and its copy of the core is no longer here. Run the "
+            "command again."
+        )
 
 
 def _path(grant: Grant, source: int, destination: int, path: Sequence[int] | PathFor) -> list[int]:

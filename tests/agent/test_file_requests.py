@@ -607,7 +607,7 @@ def test_have_of_a_node_needs_a_grant_that_passes(paired: Agent, controller: Pee
 
     async def scenario() -> None:
         await put(controller, paired, "core", name, b"x" * 1000)
-        with pytest.raises(ForbiddenError):
+        with pytest.raises(NotFoundError, match="its copy of the core is no longer here"):
             await node.ask(paired, asked)  # not the source, and nothing here is verified
         stamp = FileStamp.of((folder / "core.safetensors").stat())
         write_marker(

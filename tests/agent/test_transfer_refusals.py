@@ -149,7 +149,7 @@ def test_fetch(source: Agent, controller: Peer, tmp_path: Path) -> None:
         await refused(ForbiddenError, "does not name the file", replace(none, file="model/other.gguf"))
         elsewhere = replace(asker.grant.package, source=Source(stranger.key, str(path)))
         await refused(
-            ForbiddenError, "holds no such core", replace(none, grant=asker.signed(package=elsewhere))
+            NotFoundError, "is no longer here", replace(none, grant=asker.signed(package=elsewhere))
         )
         for ranges, words in (
             (((MIB, 5), (0, 5)), "not sorted"),
@@ -239,7 +239,7 @@ def test_fetch_fabric(source: Agent, controller: Peer, tmp_path: Path) -> None:
         await refused(RemoteProtocolError, "pass the file's end", replace(good, size=5), local=here)
         elsewhere = replace(asker.grant.package, source=Source(Peer(8).key, "/x"))
         moved = asker.signed(transfer_fabric=fabric, package=elsewhere)
-        await refused(ForbiddenError, "holds no such core", replace(good, grant=moved), local=here)
+        await refused(NotFoundError, "is no longer here", replace(good, grant=moved), local=here)
 
     drive(scenario())
 

@@ -18,6 +18,7 @@ from flare.errors import (
     FlareError,
     ForbiddenError,
     LocalProtocolError,
+    NotFoundError,
     RemoteProtocolError,
     UnreachableError,
     UnsupportedError,
@@ -428,7 +429,9 @@ def test_refused_fetches() -> None:
         fetch(now=ISSUED + 24 * 3600)
     with pytest.raises(ForbiddenError, match="does not name the file"):
         fetch(file="/etc/passwd")
-    with pytest.raises(ForbiddenError, match="not the grant's source and holds no such core"):
+    with pytest.raises(
+        NotFoundError, match="not the grant's source, and its copy of the core is no longer here"
+    ):
         fetch(own_key=EVE.public_key)
     with pytest.raises(RemoteProtocolError, match="not sorted and disjoint"):
         fetch(ranges=((5, 10), (10, 1)))
@@ -436,7 +439,7 @@ def test_refused_fetches() -> None:
 
 def test_a_grant_whose_core_the_controller_holds() -> None:
     record = signed(TRANSFER_GRANT, package=replace(PACKAGE, source=None))
-    with pytest.raises(ForbiddenError, match="holds no such core"):
+    with pytest.raises(NotFoundError, match=r"is no longer here\. Run the command again\."):
         fetch(record)
 
 
@@ -559,7 +562,7 @@ def at_the_source(**changes: Any) -> FabricHop:
 def test_the_source() -> None:
     hop = at_the_source()
     assert (hop.own.rank, hop.requester.rank, hop.upstream, hop.upstream_link) == (0, 1, None, None)
-    with pytest.raises(ForbiddenError, match="holds no such core"):
+    with pytest.raises(NotFoundError, match=r"is no longer here\. Run the command again\."):
         at_the_source(holds=lambda package: False)
 
 
