@@ -293,21 +293,23 @@ async def put(node: Node, session: Session, request: Put) -> None:
     if stream is None:
         await session.send(PutReply(already=True))
         return
-    try:
-        await session.send(PutReply())
-        job = Receive(
-            title=f"receive {PurePosixPath(place.path).name} from {_name_of(node, session)}",
-            name=place.path,
-            ranges=ranges.runs,
-            size=request.size,
-            sync=True,
-            stall_timeout=node.settings.agent.stall_timeout,
-        )
-        result = await run_with(node, session, job, stream.descriptor)
-    except BaseException as problem:
-        await stream.fail(_own_reason(problem) if request.upload is not None else None)
-        raise
-    await stream.finish()
+    with node.uploads.share(request, uploader, _name_of(node, session)) as moved:
+        try:
+            await session.send(PutReply())
+            job = Receive(
+                title=f"receive {PurePosixPath(place.path).name} from {_name_of(node, session)}",
+                name=place.path,
+                ranges=ranges.runs,
+                size=request.size,
+                sync=True,
+                stall_timeout=node.settings.agent.stall_timeout,
+            )
+            result = await run_with(node, session, job, stream.descriptor)
+        except BaseException as problem:
+            await stream.fail(_own_reason(problem) if request.upload is not None else None)
+            raise
+        await stream.finish()
+        moved.bytes = result.bytes_done
     await session.send(PutDone(bytes=result.bytes_done))
 
 

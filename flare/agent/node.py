@@ -17,6 +17,7 @@ from flare.agent.pairing import Pairing
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
 from flare.agent.transfers.running import Transfers
+from flare.agent.uploads import Uploads
 from flare.engines.discovery import installed_engines, records_stamp
 from flare.errors import TransferError
 from flare.identity import Identity
@@ -80,6 +81,7 @@ class Node:
     executable_path: str | None
     wall_clock: Callable[[], float] = time.time
     transfers: Transfers = field(default_factory=Transfers)
+    uploads: Uploads = field(default_factory=Uploads)
     cache_look: CacheLook = field(init=False)
     _engines: dict[str, str] = field(default_factory=dict)
     _engines_at: float = -ENGINES_FRESH

@@ -9,9 +9,11 @@ from flare.agent.cache import Entry
 from flare.agent.connected import while_connected
 from flare.agent.folders import check_file_path
 from flare.agent.node import Node
+from flare.agent.told import asker
 from flare.agent.transfers.intake import Intake, Order
 from flare.agent.transfers.route import Route
-from flare.agent.transfers.running import Progress
+from flare.agent.transfers.running import Progress, Work
+from flare.agent.uploads import transferring
 from flare.agent.waiting import ask_disk, settled
 from flare.errors import ConflictError, ForbiddenError, RemoteProtocolError
 from flare.session import Session
@@ -89,6 +91,23 @@ async def _carry_out(node: Node, session: Session, order: Order, launch: str, st
         progress.waiting = False
         return await Intake(node, order, progress).run()
 
+    core = f"{order.package.files[0]} ({order.entry})"
+    with transferring(core, order.route.source, asker(node, session)) as moved:
+        reply = await _wait(node, session, order, launch, stopped, work, shown)
+        moved.bytes = reply.bytes
+    await session.send(reply)
+
+
+async def _wait(
+    node: Node,
+    session: Session,
+    order: Order,
+    launch: str,
+    stopped: asyncio.Event,
+    work: Work,
+    shown: list[Progress],
+) -> TransferReply:
+    """Return what became of a transfer, and tell the peer meanwhile how far it is."""
     joining = asyncio.create_task(node.transfers.join(str(order.entry), wish_of(order), work, shown.append))
     stopping = asyncio.create_task(stopped.wait())
     told: tuple[int, int, int | None, bool] = (0, 0, None, False)
@@ -104,9 +123,8 @@ async def _carry_out(node: Node, session: Session, order: Order, launch: str, st
                 if now != told and session.hello.transfer_progress and not joining.done():
                     await session.send(TransferProgress(*now))
                     told = now
-        reply = joining.result()
+        return joining.result()
     finally:
         stopping.cancel()
         joining.cancel()
         await settled(joining)
-    await session.send(reply)
