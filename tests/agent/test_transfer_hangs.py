@@ -187,3 +187,35 @@ def test_the_disk_hangs_while_an_upload_comes(
         nothing_left(agent, soon=True)
 
     drive(scenario())
+
+
+@pytest.mark.root
+def test_the_disk_hangs_before_many_uploads(
+    new_agent: Callable[..., Agent], controller: Peer, disk: Path
+) -> None:
+    agent = new_agent("node", environment={"XDG_CACHE_HOME": str(disk / "cache")})
+    agent.paths = type(agent.paths).from_environment(agent.environment)
+    start((agent,), controller)
+
+    async def scenario() -> None:
+        freeze(disk)
+        asked = [
+            asyncio.create_task(
+                controller.ask(agent, Put(kind="core", name=f"{number:032x}-{MIB}/x.safetensors", size=MIB))
+            )
+            for number in range(48)  # more than an event loop has threads of its own
+        ]
+        await asyncio.sleep(1)
+        for _ in range(3):
+            began = time.monotonic()
+            assert (await controller.ask(agent, Status())).name
+            assert time.monotonic() - began < SOON / 2
+        assert not any(task.done() for task in asked)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert (await controller.ask(agent, Status())).name
+        thaw(disk)
+        await asyncio.to_thread(nothing_left, agent, soon=True)
+
+    drive(scenario())
