@@ -198,7 +198,12 @@ async def remove(client: Client, name: str) -> None:
     reporter = client.controller.reporter
     nodes = client.controller.orbit.nodes
     answers = await client.statuses(nodes)
-    required(answers, "Removing a group")
+    try:
+        required(answers, "Removing a group")
+    except FlareError as problem:
+        raise type(problem)(
+            f"{problem.message}\n`flare orbit forget NODE` leaves out a host that is gone for good."
+        ) from None
     runs = [run for run in collect_runs(answers) if name in (run.name, run.launch)]
     saved = name in client.controller.orbit.groups
     if not runs and not saved:

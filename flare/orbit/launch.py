@@ -173,11 +173,11 @@ async def plan_launch(client: Client, request: LaunchRequest, *, dry_run: bool =
         )
     name = check_name(request.name or core.default_name, "group name")
     answers, elsewhere = await _statuses(client, request.candidates)
-    for answer in answers:
-        if answer.error is not None:
-            reporter.warn(answer.error.message)
     check_name_free(name, [*answers, *elsewhere])
     placement = place_core(core, answers, listed=request.listed, gpu_indices=request.gpus)
+    for answer in answers:  # where there is no place, that error has these sentences
+        if answer.error is not None:
+            reporter.warn(answer.error.message)
     override = read_override(request.executable) if request.executable is not None else None
     if override is None:
         executables = check_executables(placement, answers)

@@ -202,7 +202,7 @@ def _unreachable(
     if refused:
         return UnreachableError(
             f"{name} refused the connection: no agent listens on port {port} there. "
-            "Run `flare agent install` on that host, or check the port."
+            "Run `flare agent install` on that host (or `flare agent` without systemd), or check the port."
         )
     if problem.errno == errno.EADDRNOTAVAIL and local_address is not None:
         return UnreachableError(

@@ -224,6 +224,8 @@ def test_without_a_terminal_the_publisher_must_be_named(
     outcome = flare("orbit", "run", str(core), "--dry-run", "--accept-publisher", PUBLISHER.fingerprint)
     assert outcome.code == 4
     assert "No candidate node answered" in outcome.err
+    assert outcome.err.count("refused the connection") == 1
+    assert "(or `flare agent` without systemd)" in outcome.err
     outcome = flare("orbit", "run", "ORG/NAME", "--dry-run")
     assert outcome.code == 14
     assert "ORG/NAME is the name of a repository" in outcome.err
@@ -273,6 +275,7 @@ def test_rm_needs_every_node(flare: Flare, tmp_path: Path) -> None:
     outcome = flare("orbit", "rm", "glm")
     assert outcome.code == 4
     assert "Removing a group needs every node" in outcome.err
+    assert "`flare orbit forget NODE` leaves out a host that is gone for good." in outcome.err
 
 
 def test_controllers_add_refuses_what_is_no_key(flare: Flare) -> None:
