@@ -20,6 +20,7 @@ PEER_GRACE = 30.0  # seconds; the specification's time for peers to leave with r
 PEER_POLL = 0.5  # seconds between looks at peers that are about to leave
 BEFORE_THE_MEETING = ("", "resolving", "rendezvous")  # phases of a peer that rank zero has not met
 UNKNOWN = "unknown"  # the phase of a peer whose node does not answer
+FIRST_NOTE = 1.0  # seconds after which a rank that does not end at once is draining
 NOTE_EVERY = 10.0  # seconds between remarks while rank zero drains
 
 
@@ -150,6 +151,12 @@ class _Stopper:
         began = time.monotonic()
         waiting = asyncio.ensure_future(session.receive(Exit))
         try:
+            await asyncio.wait([waiting], timeout=FIRST_NOTE)
+            if not waiting.done() and not self.now:
+                self.reporter.note(
+                    f"{self.name}: {where} finishes running requests, for as long as its --drain-timeout "
+                    f"allows (120 s unless given). `flare orbit stop {self.name} --now` ends them."
+                )
             while not waiting.done():
                 await asyncio.wait([waiting], timeout=NOTE_EVERY)
                 if not waiting.done():

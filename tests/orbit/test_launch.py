@@ -152,6 +152,8 @@ def test_ctrl_c_while_a_group_drains_says_that_it_goes_on(orbit: Lab, tmp_path: 
         read_until(group, "] serving")
         with orbit.running("orbit", "stop") as process:
             read_until(process, "asked rank 0 on maxwell to stop")
+            drains = "".join(read_until(process, "finishes running requests"))
+            assert "its --drain-timeout allows (120 s unless given). `flare orbit stop tiny --now`" in drains
             process.send_signal(signal.SIGINT)
             rest = "".join(read_until(process, "interrupted"))
             assert process.wait(timeout=60) == 130
