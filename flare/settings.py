@@ -86,7 +86,8 @@ class _Checker:
         self.path = path
 
     def fail(self, where: str, problem: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {where} {problem}.")
+        end = "" if problem.endswith("?") else "."
+        return ConfigError(f"{self.path}: {where} {problem}{end}")
 
     def settings(self, document: dict[str, Any]) -> Settings:
         agent, fabric, engines, places = (

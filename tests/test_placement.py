@@ -254,6 +254,7 @@ def test_fewer_nodes_than_ranks() -> None:
     message = refused(needs(3), [node("a"), node("b")])
     assert "no node is left for rank 2, whichever nodes the ranks before it take" in message
     assert "  a: can serve\n  b: can serve" in message
+    assert "it needs 3 nodes, one for each rank, and has 2: " in message
     assert "no listed node after b, which takes rank 1, can serve rank 2" in refused(
         needs(3), [node("a"), node("b")], listed=True
     )

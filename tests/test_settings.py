@@ -58,7 +58,7 @@ def test_every_value(tmp_path: Path) -> None:
         ("[agent", "is not TOML"),
         (b"\xff", "is not UTF-8"),
         ("[agnet]\n", 'did you mean "agent"'),
-        ("[agent]\nlisten_on = 1", '"agent.listen_on" is not known; did you mean "agent.listen"'),
+        ("[agent]\nlisten_on = 1", '"agent.listen_on" is not known; did you mean "agent.listen"?'),
         ("[agent]\nzzz = 1", "known are listen, cache_limit"),
         ("agent = 1", "write [agent]"),
         ("[agent]\nlisten = 1", '"agent.listen" must be text'),

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from flare.cli.main import CONTEXT
+from flare.cli.main import CONTEXT, HelpfulGroup
 
 if TYPE_CHECKING:
     from flare.paths import Paths
 
 
-@click.group(invoke_without_command=True, context_settings=CONTEXT)
+@click.group(cls=HelpfulGroup, invoke_without_command=True, context_settings=CONTEXT)
 @click.option(
     "--listen",
     metavar="ADDR",

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flare.cli.main import HelpfulGroup
+
 if TYPE_CHECKING:
     from flare.cores.primary import Primary
 
 
-@click.group()
+@click.group(cls=HelpfulGroup)
 def core() -> None:
     """Show and verify cores."""
 

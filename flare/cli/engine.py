@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 
+from flare.cli.main import HelpfulGroup
+
 TELL_EVERY = 10
 """Percent of a build between two lines: a minute or so apart."""
 
 
-@click.group()
+@click.group(cls=HelpfulGroup)
 def engine() -> None:
     """Install and list inference engines."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from flare.cli.main import HelpfulGroup
 
-@click.group()
+
+@click.group(cls=HelpfulGroup)
 def ignition() -> None:
     """Prepare a model as a signed core."""
 

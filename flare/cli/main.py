@@ -40,7 +40,29 @@ COMMANDS = {
 RUNS_EVERYWHERE = ("completion",)  # all others lock and own files as only Unix does
 
 
-class LazyGroup(click.Group):
+class HelpfulGroup(click.Group):
+    """A group that names the nearest command where there is none of that name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or name the nearest one."""
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and not args[0].startswith("-"):
+            near = self.nearest(args[0], names)
+            path = ctx.command_path
+            hint = f" Did you mean `{path} {near}`?" if near else f" `{path} --help` lists them."
+            raise click.UsageError(f"There is no command `{args[0]}`.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def nearest(self, word: str, names: list[str]) -> str | None:
+        """Return the command that is likely meant."""
+        import difflib
+
+        return next(iter(difflib.get_close_matches(word, names, 1)), None)
+
+
+class LazyGroup(HelpfulGroup):
     """A group whose commands are imported when they are needed; a subclass brings its own table."""
 
     table: Mapping[str, tuple[str, str, str]] = COMMANDS
@@ -65,19 +87,6 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, _, line) in self.table.items()])
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or name the nearest one."""
-        if args and args[0] not in self.table and not args[0].startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(args[0], self.table, 1)
-            path = ctx.command_path
-            hint = f" Did you mean `{path} {near[0]}`?" if near else f" `{path} --help` lists them."
-            raise click.UsageError(f"There is no command `{args[0]}`.{hint}", ctx)
-        return super().resolve_command(ctx, args)
-
 
 class _CarriedError(Exception):
     """Carries a BrokenPipeError past click, which would end the program with the exit code 1."""
@@ -89,6 +98,12 @@ class _CarriedError(Exception):
 
 class RootGroup(LazyGroup):
     """The root: what ends the program is decided in `main` and nowhere else."""
+
+    def nearest(self, word: str, names: list[str]) -> str | None:
+        """Return the command that is likely meant; those of `flare orbit` are often typed without it."""
+        from flare.cli.orbit import OrbitGroup
+
+        return f"orbit {word}" if word in OrbitGroup.table else super().nearest(word, names)
 
     def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
         """Parse the words; help is printed in here."""

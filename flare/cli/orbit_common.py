@@ -94,6 +94,21 @@ def complete_nodes(_context: click.Context, _parameter: click.Parameter, incompl
     return [f"{before}{comma}{name}" for name in _names("node", last)]
 
 
+class NodeListCommand(click.Command):
+    """A command with a list of nodes: `--to maxwell hertz` hears how names are joined."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words."""
+        given = next((word for word in ("--to", "--nodes") if word in args), None)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as problem:
+            if given is not None and "unexpected extra argument" in problem.message:
+                joined = f"Names behind {given} are joined by commas: {given} maxwell,hertz."
+                raise click.UsageError(f"{problem.message}. {joined}", ctx) from None
+            raise
+
+
 cluster_option = click.option(
     "--cluster",
     metavar="NAME",

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import click
 
 from flare.cli import output
+from flare.cli.main import HelpfulGroup
 from flare.cli.orbit_common import json_option, open_controller, run_async
 
 if TYPE_CHECKING:
     from flare.orbit.administration import Distribution
 
 
-@click.group(short_help="Say who else controls these nodes.")
+@click.group(cls=HelpfulGroup, short_help="Say who else controls these nodes.")
 def controllers() -> None:
     """Say who else controls these nodes: list, add or remove controllers.
 

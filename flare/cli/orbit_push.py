@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flare.cli import output
-from flare.cli.orbit_common import complete_nodes, json_option, open_controller, run_async
+from flare.cli.orbit_common import NodeListCommand, complete_nodes, json_option, open_controller, run_async
 
 if TYPE_CHECKING:
     from flare.orbit.controller import Controller
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flare_workers.spawner import SpawnerHandle
 
 
-@click.command(short_help="Place a core on nodes ahead of any launch.")
+@click.command(cls=NodeListCommand, short_help="Place a core on nodes ahead of any launch.")
 @click.argument("core")
 @click.option(
     "--to",

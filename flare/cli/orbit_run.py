@@ -8,6 +8,7 @@ import click
 
 from flare.cli import output
 from flare.cli.orbit_common import (
+    NodeListCommand,
     complete_clusters,
     complete_groups,
     complete_nodes,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from flare_workers.spawner import SpawnerHandle
 
 
-@click.command(short_help="Place a core on nodes, start its group and follow it.")
+@click.command(cls=NodeListCommand, short_help="Place a core on nodes, start its group and follow it.")
 @click.argument("core", required=False)
 @click.option(
     "--cluster",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from flare.cli.main import HelpfulGroup
 
-@click.group()
+
+@click.group(cls=HelpfulGroup)
 def publisher() -> None:
     """Make and accept the keys that sign cores."""
 

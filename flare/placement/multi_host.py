@@ -52,6 +52,10 @@ class Table:
             else:
                 parts = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()]
                 lines.append(line(node, "; ".join(parts)))
+        if len(self.nodes) < self.needs.ranks:
+            reason = (
+                f"it needs {self.needs.ranks} nodes, one for each rank, and has {len(self.nodes)}: {reason}"
+            )
         return failure(self.needs, reason, lines)
 
 

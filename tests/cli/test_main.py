@@ -62,7 +62,27 @@ def test_an_unknown_command_names_the_nearest() -> None:
     [
         (("orbit", "run", "--nam", "x"), "No such option '--nam'. Did you mean '--name'?", "flare orbit run"),
         (("orbit", "pair"), "Missing argument 'HOST...'.", "flare orbit pair"),
-        (("publisher", "shwo"), "No such command 'shwo'. Did you mean 'show'?", "flare publisher"),
+        (
+            ("publisher", "shwo"),
+            "There is no command `shwo`. Did you mean `flare publisher show`?",
+            "flare publisher",
+        ),
+        (("agent", "foo"), "There is no command `foo`. `flare agent --help` lists them.", "flare agent"),
+        (("status",), "There is no command `status`. Did you mean `flare orbit status`?", "flare"),
+        (("ls",), "There is no command `ls`. Did you mean `flare orbit ls`?", "flare"),
+        (
+            ("orbit", "push", "./a", "--to", "a", "b"),
+            "Got unexpected extra argument (b). Names behind --to are joined by commas: --to maxwell,hertz.",
+            "flare orbit push",
+        ),
+        (
+            ("orbit", "run", "./a", "--nodes", "a", "b"),
+            (
+                "Got unexpected extra argument (b). Names behind --nodes are joined by commas: "
+                "--nodes maxwell,hertz."
+            ),
+            "flare orbit run",
+        ),
         (
             ("orbit", "statsu"),
             "There is no command `statsu`. Did you mean `flare orbit status`?",
