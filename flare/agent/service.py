@@ -31,7 +31,7 @@ from flare.agent.node import Node, Pool
 from flare.agent.pairing import Pairing, accepts_first, allow_first, end_run_permission
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
-from flare.agent.waiting import ask_disk, give_up_after
+from flare.agent.waiting import give_up_after
 from flare.errors import UnreachableError
 from flare.identity import Identity
 from flare.paths import Paths, check_name, safe_component
@@ -219,8 +219,9 @@ async def _node(
     finally:
         await ranks.close()
         await pool.close()
+        # In a thread of its own: no call that hangs is before it, and `give_up_after` leaves it its time.
         with contextlib.suppress(TimeoutError):  # the next start removes what stays
-            await asyncio.wait_for(ask_disk(arrivals.close), DISK_WITHIN)
+            await asyncio.wait_for(ask_driver(arrivals.close), DISK_WITHIN)
         if not sampler.asking:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ask_driver(devices.close), CLOSE_WITHIN)

@@ -13,6 +13,7 @@ import pytest
 
 from flare.agent import looking, waiting
 from flare.agent.cache import Cache, Entry
+from flare.agent.driver import ask_driver
 from flare.agent.looking import CacheLook
 from flare.agent.waiting import (
     Threads,
@@ -126,6 +127,10 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(never: threading.Event) -> N
         await asyncio.sleep(0.05)
         assert not ended
         give_up_after(0.2)
+        await asyncio.sleep(0.4)
+        assert len(ended) == 6
+        # The agent's own last call has a thread of its own, and its time.
+        assert await ask_driver(lambda: time.sleep(0.3)) is None
 
     began = time.monotonic()
     asyncio.run(scenario())
