@@ -372,7 +372,7 @@ def test_shares_that_came_are_not_opened_again_while_the_file_is_digested(
     name = f"{hashlib.sha256(data).hexdigest()}.safetensors"
 
     async def scenario() -> None:
-        place = cache.place("blob", name)
+        place = cache.place("core", f"{'ab' * 16}-100/{name}")
 
         async def digest(descriptor: int, file: str, size: int) -> bytes:
             with pytest.raises(BusyError):
@@ -385,7 +385,7 @@ def test_shares_that_came_are_not_opened_again_while_the_file_is_digested(
             assert stream is not None
             os.pwrite(stream.descriptor, data[:50], offset)
             await stream.finish()
-        assert cache.have(place, 100) == (True, True)
+        assert cache.have(place, 100)[0]
 
     drive(scenario())
 
