@@ -347,7 +347,8 @@ def test_a_peer_that_is_stopped_before_all_have_met_ends_the_launch(
     accept = ("--accept-publisher", PUBLISHER.fingerprint)
     group.spawn(str(cores(3)), "--rank", "0", *meeting, *accept, *SERVING, "--port", "0")
     group.spawn("--rank", "1", *meeting, *accept, "--core-cache", str(group.folder / "cache"))
-    until_true(lambda: "rank 1 joined" in group.output(0), READY_LIMIT)
+    # Not as soon as rank zero says so: then the peer may not have read its welcome yet, and just leaves.
+    until_true(lambda: "receiving: " in group.output(1), READY_LIMIT)
     group.ranks[1].terminate()
     group.until_gone()
     assert group.statuses() == [15, 0], group.all_output()
