@@ -327,10 +327,8 @@ class Run:
         """
         assert self._keeper is not None
         await _process_ended(self._keeper)
-        try:
+        with _logged(f"what the rank {self.spec.launch} left could not be looked at"):
             await self._bury()
-        except Exception:
-            logger.exception("what the rank %s left could not be looked at", self.spec.launch)
         self._tree_ended = True
         with _logged("a rank's devices could not be waited for"):
             await self._wait_before_end()

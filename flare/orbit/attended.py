@@ -154,21 +154,23 @@ async def follow_group(client: Client, group: Group, signals: _Signals) -> None:
     raise_for_failures(group.streams, group.name)
 
 
+def _what_is_left(group: Group) -> str:
+    return ", ".join(
+        f"rank {stream.rank} on {stream.node.name}" for stream in group.streams if stream.exit is None
+    )
+
+
 def _tell_that_it_runs_on(client: Client, group: Group) -> None:
-    left = [stream for stream in group.streams if stream.exit is None]
-    where = ", ".join(f"rank {stream.rank} on {stream.node.name}" for stream in left)
     client.controller.reporter.warn(
-        f"Terminated: {group.name} runs on ({where}). Follow it with `flare orbit attach {group.name}`, end "
-        f"it with `flare orbit stop {group.name}`."
+        f"Terminated: {group.name} runs on ({_what_is_left(group)}). Follow it with "
+        f"`flare orbit attach {group.name}`, end it with `flare orbit stop {group.name}`."
     )
 
 
 def _tell_what_remains(client: Client, group: Group) -> None:
-    left = [stream for stream in group.streams if stream.exit is None]
-    where = ", ".join(f"rank {stream.rank} on {stream.node.name}" for stream in left)
     client.controller.reporter.warn(
-        f"Left while {where} may still run. Look with `flare orbit ls`, end it with `flare orbit stop "
-        f"{group.name} --now`."
+        f"Left while {_what_is_left(group)} may still run. Look with `flare orbit ls`, "
+        f"end it with `flare orbit stop {group.name} --now`."
     )
 
 
