@@ -1,9 +1,13 @@
 """An engine's traffic between rank zero and a peer, without an open engine port on any network.
 
 ggml-rpc-server has no authentication, so it listens on the peer's loopback address. Rank zero's engine
-connects to a loopback port here; each of its connections is joined to one that the peer opened to rank
-zero with the launch key's proof (purpose 2). The peer keeps a few of those in reserve and connects one to
-its engine when the first byte arrives. Bytes are moved by splice(2), without passing through Python.
+connects to a loopback port here; each of its connections is carried by one that the peer opened to rank zero
+with the launch key's proof (purpose 2). An engine opens a hundred for a moment each while it loads, so such
+a carrier is used again, and the peer has a few of them ready. Bytes are moved by splice(2), without passing
+through Python.
+
+A carrier moves frames: a length (u32 big-endian, at most PIECE) and that many bytes. The first one makes the
+peer connect to its engine; a length of zero ends one direction; after both the carrier is free again.
 """
 
 from __future__ import annotations
@@ -22,88 +26,41 @@ from flare.errors import FlareError
 from flare.rank.silence import SilenceWatch
 from flare.rank.sockets import set_up, shut
 
-RESERVE: Final = 4
-"""Connections that a peer keeps ready: an engine opens one after the other while it loads."""
+RESERVE: Final = 2
+"""Carriers that a peer keeps ready: one after the other is usual, and a moment of two at once."""
 TAKE_LIMIT: Final = 10.0
-"""Seconds that rank zero waits for a connection of the peer before it drops the engine's."""
+"""Seconds that rank zero waits for a carrier before it drops the engine's connection."""
 PIECE: Final = 1 << 20
-"""Bytes asked of one splice; the pipe between holds 64 KiB to 1 MiB."""
+"""Bytes asked of one splice, and of the longest frame; the pipe between holds 64 KiB to 1 MiB."""
+_HEADER_LENGTH: Final = 4
 _F_SETPIPE_SZ: Final = 1031
 
 
-class _Pump:
-    """Moves bytes both ways between two sockets until both directions ended.
+class _Pipe:
+    """What splice needs between two sockets."""
 
-    Args:
-        left, right: blocking sockets.
-        on_end: gets both when nothing moves any more.
-        on_broken: gets the reason when a connection broke instead of ending.
-    """
-
-    def __init__(
-        self,
-        left: socket.socket,
-        right: socket.socket,
-        on_end: Callable[[socket.socket, socket.socket], None],
-        on_broken: Callable[[OSError], None],
-    ) -> None:
-        self._left = left
-        self._right = right
-        self._on_end = on_end
-        self._on_broken = on_broken
-        self._open = 2
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
-        """Start a thread for each direction."""
-        # Both before either: a thread must not meet a socket that does not block yet.
-        self._left.settimeout(None)
-        self._right.settimeout(None)
-        for source, target in ((self._left, self._right), (self._right, self._left)):
-            threading.Thread(target=self._move, args=(source, target), name="tunnel", daemon=True).start()
-
-    def _move(self, source: socket.socket, target: socket.socket) -> None:
-        try:
-            _splice_all(source.fileno(), target.fileno())
-            with contextlib.suppress(OSError):
-                target.shutdown(socket.SHUT_WR)
-        except OSError as problem:
-            self._on_broken(problem)
-            # One side is gone: the other must hear of it, or an engine waits for ever.
-            shut(source)
-            shut(target)
-        finally:
-            with self._lock:
-                self._open -= 1
-                last = self._open == 0
-            if last:
-                self._on_end(self._left, self._right)
-
-
-def _splice_all(source: int, target: int) -> None:
-    """Move bytes until `source` ends.
-
-    Raises:
-        OSError: either side failed.
-    """
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    try:
+    def __init__(self) -> None:
+        self._read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # the default 64 KiB works too
             import fcntl
 
-            fcntl.fcntl(write_end, _F_SETPIPE_SZ, PIECE)
-        while True:
-            waiting = os.splice(source, write_end, PIECE)
-            if waiting == 0:
-                return
-            while waiting:
-                moved = os.splice(read_end, target, waiting)
-                if moved == 0:
-                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-                waiting -= moved
-    finally:
-        os.close(read_end)
-        os.close(write_end)
+            fcntl.fcntl(self._write_end, _F_SETPIPE_SZ, PIECE)
+
+    def fill(self, source: socket.socket, limit: int = PIECE) -> int:
+        """Take what has come, at most `limit` bytes; return how many, 0 at the end of `source`."""
+        return os.splice(source.fileno(), self._write_end, limit)
+
+    def empty(self, target: socket.socket, count: int) -> None:
+        """Give away what `fill` took."""
+        while count:
+            moved = os.splice(self._read_end, target.fileno(), count)
+            if moved == 0:
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            count -= moved
+
+    def close(self) -> None:
+        os.close(self._read_end)
+        os.close(self._write_end)
 
 
 class _Sockets:
@@ -147,6 +104,147 @@ class _Sockets:
                 shut(connection)
 
 
+class _Carrier:
+    """A proven connection between the two ranks, for one connection of the engine after the other.
+
+    Args:
+        connection: blocking.
+        sockets: keeps it, and closes it in the end.
+        answer: connects to the engine when the first frame comes, and returns None when that is gone; rank
+            zero has none, since its engine comes first.
+        on_free: called when it can carry the next one.
+        on_broken: gets the reason when a connection broke instead of ending.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        sockets: _Sockets,
+        *,
+        answer: Callable[[], socket.socket | None] | None,
+        on_free: Callable[[_Carrier], None],
+        on_broken: Callable[[OSError], None],
+    ) -> None:
+        self._connection = connection
+        self._sockets = sockets
+        self._answer = answer
+        self._on_free = on_free
+        self._on_broken = on_broken
+        self._lock = threading.Lock()
+        self._engine: socket.socket | None = None
+        self._directions = 0  # of the engine's connection, that have not ended
+        self._next: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._over = False
+        self._threads = 2
+
+    def start(self) -> None:
+        """Start a thread for each direction."""
+        self._connection.settimeout(None)
+        self._sockets.add(self._connection, between_ranks=True)
+        for move in (self._send, self._receive):
+            threading.Thread(target=self._run, args=(move,), name="tunnel", daemon=True).start()
+
+    def is_open(self) -> bool:
+        """Whether the other rank has not ended it; only for one that is free."""
+        look = select.poll()  # not select(): descriptors may have any number
+        try:
+            look.register(self._connection, select.POLLIN | select.POLLRDHUP)
+        except ValueError:
+            return False  # it was closed meanwhile
+        return not look.poll(0)  # nothing is due on it, so readable means that it ended
+
+    def carry(self, engine: socket.socket) -> None:
+        """Carry a connection of the engine to its end; only when free."""
+        engine.settimeout(None)
+        self._sockets.add(engine)
+        with self._lock:
+            over = self._over
+            if not over:
+                self._engine, self._directions = engine, 2
+        if over:
+            self._sockets.drop(engine)
+        else:
+            self._next.put(engine)
+
+    def _run(self, move: Callable[[_Pipe], None]) -> None:
+        pipe = _Pipe()
+        try:
+            move(pipe)
+        except OSError as problem:
+            if not self._over:
+                self._on_broken(problem)
+        finally:
+            pipe.close()
+            self._leave()
+
+    def _send(self, pipe: _Pipe) -> None:
+        while (engine := self._next.get()) is not None:
+            while count := pipe.fill(engine):
+                self._connection.sendall(count.to_bytes(_HEADER_LENGTH), socket.MSG_MORE)
+                pipe.empty(self._connection, count)
+            # Told first: what follows the other rank's answer may be the next connection already.
+            self._end_direction()
+            self._connection.sendall(bytes(_HEADER_LENGTH))
+
+    def _receive(self, pipe: _Pipe) -> None:
+        while (length := self._next_length()) is not None:
+            engine = self._engine or self._answered()
+            if engine is None:
+                return
+            if length == 0:
+                with contextlib.suppress(OSError):
+                    engine.shutdown(socket.SHUT_WR)
+                self._end_direction()
+            while length:
+                count = pipe.fill(self._connection, length)
+                if count == 0:
+                    return
+                pipe.empty(engine, count)
+                length -= count
+
+    def _next_length(self) -> int | None:
+        """Return the next frame's length; None when the other rank ended the connection."""
+        header = self._connection.recv(_HEADER_LENGTH, socket.MSG_WAITALL)
+        if len(header) < _HEADER_LENGTH:
+            return None
+        length = int.from_bytes(header)
+        if length > PIECE:
+            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+        return length
+
+    def _answered(self) -> socket.socket | None:
+        if self._answer is None:
+            raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
+        engine = self._answer()
+        if engine is not None:
+            self.carry(engine)
+        return engine
+
+    def _end_direction(self) -> None:
+        with self._lock:
+            self._directions -= 1
+            if self._directions or self._over:
+                return
+            engine, self._engine = self._engine, None
+        assert engine is not None, "it is carried until both directions have ended"
+        self._sockets.drop(engine)
+        self._on_free(self)
+
+    def _leave(self) -> None:
+        """End everything with the first thread that ends, and close it with the last."""
+        with self._lock:
+            self._over = True
+            self._threads -= 1
+            last = self._threads == 0
+            used = [self._connection, *([] if self._engine is None else [self._engine])]
+        if last:
+            self._sockets.drop(*used)
+            return
+        for each in used:  # one side is gone: the other must hear of it, or an engine waits for ever
+            shut(each)
+        self._next.put(None)
+
+
 class TunnelHead:
     """Rank zero's end of the tunnel to one peer.
 
@@ -159,7 +257,7 @@ class TunnelHead:
     def __init__(self, rank: int, on_broken: Callable[[int, OSError], None]) -> None:
         self.rank = rank
         self._on_broken = on_broken
-        self._ready: queue.Queue[socket.socket] = queue.Queue()
+        self._free: queue.Queue[_Carrier] = queue.Queue()
         self._sockets = _Sockets(self._broken)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -173,22 +271,16 @@ class TunnelHead:
 
     def offer(self, connection: socket.socket) -> None:
         """Take over a proven, blocking connection that the peer opened."""
-        self._sockets.add(connection, between_ranks=True)
-        self._ready.put(connection)
-        if self._sockets.closed:
-            self._drop_reserve()
+        carrier = _Carrier(
+            connection, self._sockets, answer=None, on_free=self._free.put, on_broken=self._broken
+        )
+        carrier.start()
+        self._free.put(carrier)
 
     def close(self) -> None:
         """End everything."""
         self._sockets.close()
         self._sockets.drop(self._listener)
-        self._drop_reserve()
-
-    def _drop_reserve(self) -> None:
-        """Close what no engine's connection was joined to."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._sockets.drop(self._ready.get_nowait())
 
     def _accept(self) -> None:
         while not self._sockets.closed:
@@ -197,27 +289,21 @@ class TunnelHead:
             except OSError:
                 return
             engine.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sockets.add(engine)
             try:
-                peer = self._take()
+                self._take().carry(engine)
             except queue.Empty:
-                self._sockets.drop(engine)
-                continue
-            _Pump(engine, peer, self._sockets.drop, self._broken).start()
+                engine.close()
 
     def _broken(self, problem: OSError) -> None:
         if not self._sockets.closed:
             self._on_broken(self.rank, problem)
 
-    def _take(self) -> socket.socket:
-        """Return a connection of the peer that is still open."""
+    def _take(self) -> _Carrier:
+        """Return a free carrier that is still open."""
         while True:
-            peer = self._ready.get(timeout=TAKE_LIMIT)
-            look = select.poll()  # not select(): descriptors may have any number
-            look.register(peer, select.POLLIN | select.POLLRDHUP)
-            if not look.poll(0):  # nothing is due from the peer yet, so readable means that it ended
-                return peer
-            self._sockets.drop(peer)
+            carrier = self._free.get(timeout=TAKE_LIMIT)
+            if carrier.is_open():
+                return carrier
 
 
 class TunnelPeer:
@@ -239,54 +325,56 @@ class TunnelPeer:
         self._engine_port = engine_port
         self._on_failure = on_failure
         self._sockets = _Sockets(self._broken)
+        self._lock = threading.Lock()
+        self._free = 0  # carriers, with those that are being opened
 
     def start(self) -> None:
         """Open the reserve."""
         self._sockets.start()
-        for number in range(RESERVE):
-            threading.Thread(target=self._keep_one, name=f"tunnel-{number}", daemon=True).start()
+        for _ in range(RESERVE):
+            self._freed()
+            self._open_another()
 
     def close(self) -> None:
         """End everything."""
         self._sockets.close()
 
-    def _keep_one(self) -> None:
-        """Keep one connection in reserve: when the engine's other half uses it, open the next."""
-        while not self._sockets.closed:
-            try:
-                zero = self._connect()
-            except (FlareError, OSError) as problem:
-                if not self._sockets.closed:
-                    self._on_failure(problem)
-                return
-            self._sockets.add(zero, between_ranks=True)
-            try:
-                wanted = _wait_for_use(zero)
-            except OSError as problem:
-                self._broken(problem)  # the engine's next connection would take the same way
-                wanted = False
-            if not wanted:
-                self._sockets.drop(zero)
-                return  # rank zero ended it: the group is ending
-            try:
-                engine = socket.create_connection(("127.0.0.1", self._engine_port), TAKE_LIMIT)
-            except OSError:
-                self._sockets.drop(zero)  # the engine is gone; whoever watches it says why
-                continue
-            set_up(engine)
-            self._sockets.add(engine)
-            _Pump(zero, engine, self._sockets.drop, self._broken).start()
+    def _open_another(self) -> None:
+        threading.Thread(target=self._open, name="tunnel", daemon=True).start()
 
-    def _broken(self, problem: OSError) -> None:
+    def _open(self) -> None:
+        try:
+            connection = self._connect()
+        except (FlareError, OSError) as problem:
+            self._broken(problem)
+            return
+        _Carrier(
+            connection,
+            self._sockets,
+            answer=self._answer,
+            on_free=lambda _carrier: self._freed(),
+            on_broken=self._broken,
+        ).start()
+
+    def _answer(self) -> socket.socket | None:
+        """Connect to the engine, and see to it that its next connection need not wait for a carrier."""
+        with self._lock:
+            self._free -= 1
+            few = self._free < RESERVE
+            self._free += few
+        if few and not self._sockets.closed:
+            self._open_another()
+        try:
+            engine = socket.create_connection(("127.0.0.1", self._engine_port), TAKE_LIMIT)
+        except OSError:
+            return None
+        set_up(engine)
+        return engine
+
+    def _freed(self) -> None:
+        with self._lock:
+            self._free += 1
+
+    def _broken(self, problem: FlareError | OSError) -> None:
         if not self._sockets.closed:
             self._on_failure(problem)
-
-
-def _wait_for_use(zero: socket.socket) -> bool:
-    """Wait for the first byte; tell whether one came before the end.
-
-    Raises:
-        OSError: the connection broke.
-    """
-    zero.settimeout(None)
-    return bool(zero.recv(1, socket.MSG_PEEK))
