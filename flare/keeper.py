@@ -5,7 +5,8 @@ session of its own. The keeper is a child subreaper, so every one of them that l
 to it, and "no child left" is the exact answer to "is everything gone?". It holds one end of a control
 socket; when the other end closes, whoever started it is gone, and the whole tree is killed.
 
-It is started as a plain script, so that it needs no site-packages and is there in a few milliseconds:
+It is started as a plain script that imports next to nothing, so that it is there in a few milliseconds (a
+launch starts five, most of them one after the other):
 
     python -I -S flare/keeper.py --control FD -- PROGRAM ARGUMENT...
 
@@ -25,13 +26,11 @@ It is started as a plain script, so that it needs no site-packages and is there 
 
 from __future__ import annotations
 
-import contextlib
+# The module signal without its enums, which would take a third of this script's start.
+import _signal as signal  # type: ignore[import-not-found]
 import os
 import select
-import signal
-import socket
 import sys
-from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # as in flare.system, which a script without site-packages cannot import
 PR_SET_CHILD_SUBREAPER = 36
@@ -49,7 +48,7 @@ def command(control: int, argv: list[str]) -> list[str]:
         control: the keeper's end of the control socket; pass it on with `pass_fds`.
         argv: the program, as an absolute path or a name on PATH, and its arguments.
     """
-    return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), "--control", str(control), "--", *argv]
+    return [sys.executable, "-I", "-S", os.path.realpath(__file__), "--control", str(control), "--", *argv]
 
 
 def _prctl(option: int, value: int) -> None:
@@ -92,15 +91,22 @@ def descendants(root: int) -> list[int]:
 
 def _kill_tree() -> None:
     for process in descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.kill(process, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
 
 
 class Keeper:
-    """One kept process, its tree, and the socket to whoever started us."""
+    """One kept process, its tree, and the socket to whoever started us.
 
-    def __init__(self, control: socket.socket, argv: list[str]) -> None:
-        self._control: socket.socket | None = control
+    Args:
+        control: the socket's descriptor.
+        argv: the program to keep and its arguments.
+    """
+
+    def __init__(self, control: int, argv: list[str]) -> None:
+        self._control: int | None = control
         self._argv = argv
         self._leader = 0
         self._leader_ended = False
@@ -153,15 +159,16 @@ class Keeper:
 
     def _release_descriptors(self) -> None:
         """Let go of what only the kept process needs, so that the ends of its pipes are seen."""
-        assert self._control is not None
         quiet = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(quiet, standard)
-        keep = {0, 1, 2, self._control.fileno(), self._wakeup, self._wakeup_signal}
+        keep = {0, 1, 2, self._control, self._wakeup, self._wakeup_signal}
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
             if int(name) not in keep:
-                with contextlib.suppress(OSError):
+                try:
                     os.close(int(name))
+                except OSError:  # the one that listed them
+                    continue
 
     def _reap(self) -> bool:
         """Collect every ended child; return whether one is left."""
@@ -183,22 +190,21 @@ class Keeper:
         poll = select.poll()  # not select(): the starter's descriptors may have any number
         poll.register(self._wakeup, select.POLLIN)
         if self._control is not None:
-            poll.register(self._control.fileno(), select.POLLIN)
+            poll.register(self._control, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         if self._wakeup in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wakeup, 4096)
-        if self._control is not None and self._control.fileno() in ready:
+            os.read(self._wakeup, 4096)
+        if self._control in ready:
             self._obey()
 
     def _obey(self) -> None:
         assert self._control is not None
         try:
-            orders = self._control.recv(64)
+            orders = os.read(self._control, 64)
         except ConnectionError:
             orders = b""
         if not orders:
-            self._control.close()
+            os.close(self._control)
             self._control = None
         if not orders or KILL in orders:
             self._killing = True
@@ -209,8 +215,10 @@ class Keeper:
     def _tell(self, line: str) -> None:
         if self._control is None:
             return
-        with contextlib.suppress(OSError):
-            self._control.sendall(line.encode() + b"\n")
+        try:
+            os.write(self._control, line.encode() + b"\n")  # short, and nobody lets this socket fill
+        except OSError:
+            return  # whoever started us is gone, which the next look at the socket says too
 
 
 def main() -> int:
@@ -222,11 +230,11 @@ def main() -> int:
     # process that sees to it that nobody is left behind.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(PermissionError):  # it leads a session already
+    if os.getpgid(0) != os.getpid():  # else it leads a session already
         os.setsid()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    control = socket.socket(fileno=int(sys.argv[2]))
-    control.set_inheritable(False)
+    control = int(sys.argv[2])
+    os.set_inheritable(control, False)
     return Keeper(control, sys.argv[4:]).run()
 
 

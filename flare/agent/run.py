@@ -20,8 +20,8 @@ from typing import Any
 from flare import keeper, strict_json
 from flare.agent.orphans import LAUNCH_VARIABLE, sweep
 from flare.agent.output import STREAM_NAMES, Line, LineSplitter, RankOutput, last_words
-from flare.agent.pipes import PipeReader
 from flare.errors import RankError, RemoteProtocolError
+from flare.pipes import PipeReader
 
 MAX_STATUS_LINE = 16 * 1024  # a phase, a reason and a URL
 MAX_REASON = 1024  # characters of a reason that are kept: STATUS carries it for every run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections import deque
@@ -17,6 +18,7 @@ from typing import Final
 
 from flare import keeper
 from flare.errors import EngineError
+from flare.pipes import PipeReader
 from flare.printable import printable
 
 START_LIMIT: Final = 20.0
@@ -25,8 +27,10 @@ TERMINATE_LIMIT: Final = 10.0
 """Seconds from SIGTERM to SIGKILL: by then no request runs, so a healthy engine needs one."""
 KEEPER_LIMIT: Final = 10.0
 """Seconds for the keeper to kill everything: one process that hangs in the kernel must not hold us up."""
-OUTPUT_LIMIT: Final = 0.3
-"""Seconds after the end in which the last output is waited for."""
+TREE_LIMIT: Final = 0.3
+"""Seconds from the program's end in which the rest of its tree may end too, before it is told."""
+OUTPUT_PAUSE: Final = 0.02
+"""Seconds between two looks at the engine's output."""
 LAST_LINES: Final = 12
 """How much of a dead engine's output is shown."""
 MAX_LINE: Final = 4096
@@ -51,7 +55,9 @@ class EngineProcess:
         self._control: socket.socket | None = None
         self._gone = asyncio.Event()
         self._keeper: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._output: PipeReader | None = None
+        self._rest = b""
         self._status = -int(signal.SIGKILL)
         """What it ended with; where even the keeper was killed, it was too."""
 
@@ -72,7 +78,7 @@ class EngineProcess:
         started: asyncio.Future[int] = loop.create_future()
         starting = asyncio.create_task(self._start_keeper(theirs, argv, environment))
         try:
-            keeping = await asyncio.shield(starting)
+            kept = await asyncio.shield(starting)
         except asyncio.CancelledError:
             # A process that was forked in this instant is this rank's, and `stop` ends it.
             while not starting.done():
@@ -87,7 +93,7 @@ class EngineProcess:
         except OSError as problem:
             self._close_control()
             raise EngineError(f"{self.name} cannot be started: {problem.strerror}.") from None
-        self._follow(keeping, control, started)
+        self._follow(kept, control, started)
         try:
             # Not wait_for: in Python 3.11 it loses a cancellation that comes with the result, and whoever
             # stops a rank would wait for the whole loading.
@@ -102,26 +108,37 @@ class EngineProcess:
 
     async def _start_keeper(
         self, theirs: socket.socket, argv: Sequence[str], environment: Mapping[str, str]
-    ) -> asyncio.subprocess.Process:
-        with theirs:
+    ) -> tuple[asyncio.subprocess.Process, int]:
+        """Return the keeper and the descriptor from which the engine's output is read."""
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        try:
             # Forked in the main thread: PR_SET_PDEATHSIG fires when the forking *thread* ends.
-            return await asyncio.create_subprocess_exec(
+            keeping = await asyncio.create_subprocess_exec(
                 *keeper.command(theirs.fileno(), list(argv)),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=write_end,
                 stderr=asyncio.subprocess.STDOUT,
                 env=dict(environment),
                 pass_fds=[theirs.fileno()],
             )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+            theirs.close()
+        return keeping, read_end
 
     def _follow(
-        self, keeping: asyncio.subprocess.Process, control: socket.socket, started: asyncio.Future[int]
+        self,
+        kept: tuple[asyncio.subprocess.Process, int],
+        control: socket.socket,
+        started: asyncio.Future[int],
     ) -> None:
         """Own a keeper that was forked."""
-        assert keeping.stdout is not None
-        self._keeper = keeping
-        reading = asyncio.create_task(self._read(keeping.stdout))
-        self._tasks = [reading, asyncio.create_task(self._watch(control, started, reading))]
+        self._keeper, output = kept
+        self._output = PipeReader(output, self._take_output, pause=OUTPUT_PAUSE)
+        self._watching = asyncio.create_task(self._watch(control, started))
 
     async def stop(self, seconds: float = TERMINATE_LIMIT) -> None:
         """Send SIGTERM, then SIGKILL after `seconds`; return when nothing of it is left."""
@@ -143,10 +160,11 @@ class EngineProcess:
                 self._keeper.kill()  # it does not obey; the kernel tells its child, which then ends too
             await self._keeper.wait()
         self._close_control()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=1.0)
-            for task in self._tasks:
-                task.cancel()
+        if self._watching is not None:
+            await asyncio.wait({self._watching}, timeout=1.0)
+            self._watching.cancel()
+        if self._output is not None:
+            self._output.close()
 
     def _close_control(self) -> None:
         if self._control is not None:
@@ -171,9 +189,7 @@ class EngineProcess:
             with contextlib.suppress(OSError):
                 self._control.send(order)
 
-    async def _watch(
-        self, control: socket.socket, started: asyncio.Future[int], reading: asyncio.Task[None]
-    ) -> None:
+    async def _watch(self, control: socket.socket, started: asyncio.Future[int]) -> None:
         """Follow what the keeper tells, to its end."""
         loop = asyncio.get_running_loop()
         text = b""
@@ -182,9 +198,12 @@ class EngineProcess:
                 *lines, text = (text + piece).split(b"\n")
                 for line in lines:
                     self._heed(line.decode("utf-8", "replace"), started)
-            # Its last lines are in the pipe already; let them be read before anybody asks for them.
-            await asyncio.wait({reading}, timeout=OUTPUT_LIMIT)
         finally:
+            # Its last lines are in the pipe already; they are read before anybody asks for them.
+            if self._output is not None:
+                self._output.drain()
+            if self._rest:
+                self._take(self._rest)
             if not started.done():
                 started.set_exception(EngineError(f"{self.name} could not be started: its keeper ended."))
             self._set_exited()
@@ -199,23 +218,19 @@ class EngineProcess:
         elif word == "exited":
             self._status = int(rest)
             # The rest of its tree is being killed; a process that hangs in the kernel must not hide the end.
-            asyncio.get_running_loop().call_later(OUTPUT_LIMIT, self._set_exited)
+            asyncio.get_running_loop().call_later(TREE_LIMIT, self._set_exited)
 
     def _set_exited(self) -> None:
         if not self.exited.done():
             self.exited.set_result(self._status)
 
-    async def _read(self, output: asyncio.StreamReader) -> None:
-        rest = b""
-        while piece := await output.read(65536):
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                self._take(line)
-            if len(rest) > MAX_LINE:
-                self._take(rest)
-                rest = b""
-        if rest:
-            self._take(rest)
+    def _take_output(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._rest) > MAX_LINE:
+            self._take(self._rest)
+            self._rest = b""
 
     def _take(self, line: bytes) -> None:
         text = printable(line[:MAX_LINE].decode("utf-8", "replace").rstrip())

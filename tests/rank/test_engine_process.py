@@ -55,12 +55,12 @@ def test_a_stop_that_comes_with_a_start_is_not_lost(monkeypatch: pytest.MonkeyPa
     waiting: list[asyncio.Future[int]] = []
     engines: list[EngineProcess] = []
 
-    async def watch(engine: EngineProcess, _: object, started: asyncio.Future[int], __: object) -> None:
+    async def watch(engine: EngineProcess, _: object, started: asyncio.Future[int]) -> None:
         engines.append(engine)
         waiting.append(started)
 
     async def keeper(*_: object, **__: object) -> SimpleNamespace:
-        return SimpleNamespace(stdout=asyncio.StreamReader())
+        return SimpleNamespace()
 
     async def work() -> None:
         monkeypatch.setattr(EngineProcess, "_watch", watch)
@@ -72,7 +72,8 @@ def test_a_stop_that_comes_with_a_start_is_not_lost(monkeypatch: pytest.MonkeyPa
         for engine in engines:
             assert engine._control is not None
             engine._control.close()
-            engine._tasks[0].cancel()
+            assert engine._output is not None
+            engine._output.close()
 
     run(work())
 

@@ -186,7 +186,7 @@ def test_connections_reach_whom_they_are_for(tmp_path: Path) -> None:
             assert await asyncio.to_thread(ranges.recv, 1) == b"\x01"
             ranges.close()
             engine = await asyncio.to_thread(connector(route, Purpose.ENGINE, 2, KEY))
-            await until(lambda: lab.group._tunnels[1]._ready.qsize() == 1)
+            await until(lambda: lab.group._tunnels[1]._free.qsize() == 1)
             engine.close()
 
     run(work())

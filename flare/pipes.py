@@ -13,17 +13,31 @@ class PipeReader:
     """Calls `received` with whatever the descriptor has, and `ended` once at the end of the stream.
 
     It owns the descriptor and closes it. It must be made inside the running event loop.
+
+    Args:
+        pause: seconds between two looks. An engine prints a thousand lines while it loads, each of which
+            would wake the event loop; what comes within a pause is read at once.
     """
 
     def __init__(
-        self, descriptor: int, received: Callable[[bytes], None], ended: Callable[[], None] | None = None
+        self,
+        descriptor: int,
+        received: Callable[[bytes], None],
+        ended: Callable[[], None] | None = None,
+        *,
+        pause: float = 0.0,
     ) -> None:
         self._descriptor = descriptor
         self._received = received
         self._ended = ended
+        self._pause = pause
         self._loop = asyncio.get_running_loop()
         os.set_blocking(descriptor, False)
-        self._loop.add_reader(descriptor, self._read)
+        self._look()
+
+    def _look(self) -> None:
+        if self._descriptor >= 0:
+            self._loop.add_reader(self._descriptor, self._read)
 
     def _read(self) -> None:
         try:
@@ -32,10 +46,13 @@ class PipeReader:
             return
         except OSError:  # ECONNRESET of a socket whose other end was killed
             data = b""
-        if data:
-            self._received(data)
-        else:
+        if not data:
             self.close()
+            return
+        if self._pause:
+            self._loop.remove_reader(self._descriptor)
+            self._loop.call_later(self._pause, self._look)
+        self._received(data)
 
     def drain(self) -> None:
         """Take what is there now, then close: nobody who could write more is alive."""
