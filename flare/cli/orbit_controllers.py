@@ -83,7 +83,7 @@ def add(name: str, public_key: str) -> None:
     """
     from flare.orbit.administration import add_controller
 
-    _report(run_async(add_controller(open_controller(), name, public_key)), f"Added {name}")
+    report(run_async(add_controller(open_controller(), name, public_key)), f"Added {name}")
     output.note(
         "Copy this orbit.toml ([controllers] and [[node]]) to the new controller; never copy the private key."
     )
@@ -102,21 +102,24 @@ def remove(key: str) -> None:
     """
     from flare.orbit.administration import remove_controller
 
-    _report(run_async(remove_controller(open_controller(), key)), f"Removed {key}")
+    report(run_async(remove_controller(open_controller(), key)), f"Removed {key}")
 
 
-def _report(distribution: Distribution, what: str) -> None:
+def report(distribution: Distribution, what: str) -> None:
+    """Print which nodes have the new set; ends with the exit code of those that missed it, if any did."""
+    from flare.errors import UnreachableError
+    from flare.orbit.client import common_kind
+
     output.say(f"{what}: revision {distribution.controllers.revision} of the controller set.")
-    failed = [answer for answer in distribution.answers if answer.error is not None]
     for answer in distribution.answers:
         if answer.error is None:
             output.say(f"  {answer.node.name} has it")
-    for answer in failed:
+    errors = [answer.error for answer in distribution.answers if answer.error is not None]
+    for answer in distribution.answers:
         if answer.error is not None:
             output.warn(f"{answer.node.name} does not have it yet: {answer.error.message}")
-    if failed:
+    if errors:
         output.note(
             "Nodes that missed it receive it when a controller next talks to them (flare orbit status)."
         )
-        first = failed[0].error
-        raise SystemExit(first.exit_code if first is not None else 1)
+        raise SystemExit(common_kind(errors, UnreachableError).exit_code)

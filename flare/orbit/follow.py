@@ -7,7 +7,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flare.errors import FlareError, RankError
+from flare.errors import FlareError, RankError, UnreachableError
+from flare.orbit.client import common_kind
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.reporter import Reporter
 from flare.printable import printable
@@ -109,7 +110,8 @@ def raise_for_failures(streams: Sequence[RankStream], group: str) -> None:
 
     Raises:
         RankError: a rank failed; names each and what to do.
-        FlareError: as the lost connection's class, when no rank is known to have failed.
+        FlareError: connections were lost, and no rank is known to have failed; of the kind that they share,
+            else UnreachableError.
     """
     failed = [stream for stream in streams if stream.exit is not None and stream.exit.status != 0]
     if failed:
@@ -124,9 +126,9 @@ def raise_for_failures(streams: Sequence[RankStream], group: str) -> None:
             + f"\n`flare orbit attach {group}` shows its last "
             f"output again; `flare orbit rm {group}` clears it."
         )
-    for stream in streams:
-        if stream.lost is not None:
-            raise type(stream.lost)(
-                f"The connection to {stream.node.name} was lost, and the group {group} may still run there: "
-                f"`flare orbit ls` tells, `flare orbit attach {group}` follows it again."
-            )
+    lost = {stream.node.name: stream.lost for stream in streams if stream.lost is not None}
+    if lost:
+        raise common_kind(list(lost.values()), UnreachableError)(
+            f"The connection to {', '.join(lost)} was lost, and the group {group} may still run there: "
+            f"`flare orbit ls` tells, `flare orbit attach {group}` follows it again."
+        )

@@ -59,15 +59,16 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
 
     Raises:
         NotFoundError: there is no such run.
-        UnreachableError: no node answered, or not all did and the run is not on those that did, or none of
-            the chosen ranks could be attached to.
+        FlareError: no node answered, or not all did and the run is not on those that did, or none of the
+            chosen ranks could be attached to; of the kind that the nodes' errors share, else
+            UnreachableError.
         RankError: a followed group failed.
     """
     listing = await list_groups(client, nodes)
     away = warn_unreachable(client, listing.answers)
     matching = [run for run in listing.runs if selector is None or selector in (run.name, run.launch)]
     if not matching and away:
-        raise UnreachableError(
+        raise common_kind(list(away.values()), UnreachableError)(
             f"No run{'' if selector is None else f' called {selector}'} was found on the nodes that "
             f"answered; {', '.join(away)} did not."
         )
@@ -79,24 +80,24 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
         _tell_which(client, selector, matching, runs)
     labels = _labels(runs)
     streams: dict[str, list[RankStream]] = {run.launch: [] for run in runs}
-    problems = []
+    problems: list[FlareError] = []
     for run in runs:
         for rank in run.ranks:
             try:
                 session = await client.open(rank.node)
                 await session.request(Attach(run.launch))
             except FlareError as problem:
-                problems.append(
-                    f"rank {rank.report.rank} of {run.name} on {rank.node.name}: {problem.message}"
-                )
+                where = f"rank {rank.report.rank} of {run.name} on {rank.node.name}"
+                client.controller.reporter.warn(f"cannot attach to {where}: {problem.message}")
+                problems.append(problem)
                 continue
             stream = RankStream.of(rank.report.rank, rank.node, session, group=labels[run.launch])
             streams[run.launch].append(stream)
-    for problem_line in problems:
-        client.controller.reporter.warn(f"cannot attach to {problem_line}")
     following = [stream for of_run in streams.values() for stream in of_run]
     if not following:
-        raise UnreachableError("No rank could be attached to. Try again when its node answers.")
+        kind = common_kind(problems, UnreachableError)
+        again = " Try again when its node answers." if issubclass(kind, UnreachableError) else ""
+        raise kind(f"No rank could be attached to.{again}")
     await follow(following, client.controller.reporter)
     for run in runs:
         raise_for_failures(streams[run.launch], run.name)
@@ -137,7 +138,7 @@ async def stop(
 
     Raises:
         NotFoundError: nothing that matches runs.
-        UnreachableError: some of it may still run.
+        FlareError: some of it may still run; of the kind that the nodes' errors share, else UnreachableError.
     """
     listing = await list_groups(client, nodes)
     away = warn_unreachable(client, listing.answers)
@@ -145,7 +146,7 @@ async def stop(
     chosen = [run for run in running if selector is None or selector in (run.name, run.launch)]
     if not chosen:
         if away:
-            raise UnreachableError(
+            raise common_kind(list(away.values()), UnreachableError)(
                 f"Nothing to stop was found on the nodes that answered; {', '.join(away)} did not."
             )
         if selector is None:
@@ -167,7 +168,7 @@ async def stop(
     )
     _raise_all(results)
     if away and any(run.missing for run in chosen):
-        raise UnreachableError(
+        raise common_kind(list(away.values()), UnreachableError)(
             f"Ranks on {', '.join(away)} could not be asked. They stop when they notice that rank zero is "
             "gone; run this again when those nodes answer."
         )
@@ -176,12 +177,13 @@ async def stop(
 
 def _raise_all(results: Sequence[list[Stopped] | BaseException]) -> None:
     """Raise what stopping groups ended in, with the messages of all that could not be stopped."""
-    problems = [result for result in results if isinstance(result, BaseException)]
-    for problem in problems:
-        if not isinstance(problem, UnreachableError):
-            raise problem
+    problems = [result for result in results if isinstance(result, FlareError)]
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, FlareError):
+            raise result
     if problems:
-        raise UnreachableError("\n".join(str(problem) for problem in problems))
+        kind = common_kind(problems, UnreachableError)
+        raise kind("\n".join(problem.message for problem in problems))
 
 
 async def remove(client: Client, name: str) -> None:
@@ -223,18 +225,16 @@ async def remove(client: Client, name: str) -> None:
         reporter.say(f"Removed the saved group {name}. Cached cores stay where they are.")
 
 
-def warn_unreachable(client: Client, answers: Sequence[Answer[StatusReply]]) -> list[str]:
-    """Warn of each node that did not answer and return their names.
+def warn_unreachable(client: Client, answers: Sequence[Answer[StatusReply]]) -> dict[str, FlareError]:
+    """Warn of each node that did not answer and return why, by the node's name.
 
     Raises:
         FlareError: none did; of the kind that their errors share, else UnreachableError.
     """
-    away = [answer for answer in answers if answer.reply is None]
+    away = {answer.node.name: answer.error for answer in answers if answer.error is not None}
     if away and len(away) == len(answers):
-        errors = [answer.error for answer in away if answer.error is not None]
-        lines = "\n".join(f"  {error.message}" for error in errors)
-        raise common_kind(errors, UnreachableError)(f"No node answered:\n{lines}")
-    for answer in away:
-        if answer.error is not None:
-            client.controller.reporter.warn(answer.error.message)
-    return [answer.node.name for answer in away]
+        lines = "\n".join(f"  {error.message}" for error in away.values())
+        raise common_kind(list(away.values()), UnreachableError)(f"No node answered:\n{lines}")
+    for error in away.values():
+        client.controller.reporter.warn(error.message)
+    return away

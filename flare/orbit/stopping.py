@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flare.errors import FlareError, NotFoundError, UnreachableError
-from flare.orbit.client import Answer, Client
+from flare.orbit.client import Answer, Client, common_kind
 from flare.orbit.follow import describe_exit
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.runs import RUNNING, report_of
@@ -75,7 +75,8 @@ async def stop_group(
         Every rank that has ended, by rank.
 
     Raises:
-        UnreachableError: some ranks could not be stopped; the message names them and what to do.
+        FlareError: some ranks could not be stopped; the message names them and what to do. Of the kind that
+            their nodes' answers share, else UnreachableError.
     """
     zero = [(rank, node) for rank, node in members if rank == 0]
     peers = [(rank, node) for rank, node in members if rank != 0]
@@ -93,14 +94,21 @@ async def stop_group(
             stopper.tell_what_goes_on()
         raise
     if stopper.problems:
-        raise UnreachableError(
-            f"Not all of {name} could be stopped:\n"
-            + "\n".join(f"  {line}" for line in stopper.problems)
-            + f"\nRun `flare orbit stop {name}` again when they answer; on a host itself, "
-            "`systemctl --user restart flare-agent` ends all its ranks."
-        )
+        raise _not_all(name, stopper.problems)
     client.controller.reporter.say(f"Stopped {name} ({launch}).")
     return sorted(stopper.stopped, key=lambda stopped: stopped.rank)
+
+
+def _not_all(name: str, problems: Mapping[str, FlareError]) -> FlareError:
+    """Return the error of a group that may still run; problems are by rank and node, as a person reads it."""
+    kind = common_kind(list(problems.values()), UnreachableError)
+    again = f"Run `flare orbit stop {name}` again when they answer; on"
+    return kind(
+        f"Not all of {name} could be stopped:\n"
+        + "\n".join(f"  {where}: {problem.message}" for where, problem in problems.items())
+        + f"\n{again if issubclass(kind, UnreachableError) else 'On'} a host itself, "
+        "`systemctl --user restart flare-agent` ends all its ranks."
+    )
 
 
 class _Stopper:
@@ -111,7 +119,7 @@ class _Stopper:
         self.launch = launch
         self.now = now
         self.announce = announce
-        self.problems: list[str] = []
+        self.problems: dict[str, FlareError] = {}  # by rank and node, as a person reads it
         self.asked: list[str] = []
         self.stopped: list[Stopped] = []
 
@@ -138,7 +146,7 @@ class _Stopper:
             self._ended(rank, node, None)  # by itself meanwhile, and its history went with it
             return
         except FlareError as problem:
-            self.problems.append(f"{where}: {problem.message}")
+            self.problems[where] = problem
             return
         self._ended(rank, node, message)
 

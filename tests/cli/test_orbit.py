@@ -13,8 +13,14 @@ import pytest
 
 from flare.cli.main import main
 from flare.cli.orbit import orbit
+from flare.cli.orbit_controllers import report as report_controllers
+from flare.errors import FlareError, ForbiddenError, UnreachableError, VersionError
 from flare.identity import Identity
+from flare.orbit.administration import Distribution
+from flare.orbit.client import Answer
+from flare.trust.controllers import ControllerSet
 from tests.cores.making import PUBLISHER, write_core
+from tests.orbit.builders import node_entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +289,24 @@ def test_controllers_add_refuses_what_is_no_key(flare: Flare) -> None:
     assert outcome.code == 2
     assert "64 hex digits" in outcome.err
     assert flare("orbit", "controllers", "remove", "nobody").code == 11
+
+
+@pytest.mark.parametrize(
+    ("errors", "code"),
+    [
+        ((ForbiddenError("no"), ForbiddenError("no")), 5),
+        ((ForbiddenError("no"), UnreachableError("away")), 4),
+        ((None, VersionError("old")), 10),
+    ],
+)
+def test_nodes_that_miss_a_controller_set_give_the_code_that_they_share(
+    errors: tuple[FlareError | None, ...], code: int
+) -> None:
+    answers = [
+        Answer(node_entry(number, f"node{number}"), 1 if error is None else None, None, error)
+        for number, error in enumerate(errors)
+    ]
+    controllers = ControllerSet.first(Identity.generate(), "tests")
+    with pytest.raises(SystemExit) as caught:
+        report_controllers(Distribution(controllers, answers), "Added laptop")
+    assert caught.value.code == code

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flare.identity import Identity
 from flare.orbit.client import Client
@@ -14,11 +18,17 @@ from flare.paths import Paths
 from flare.session import Listener, Session, SessionClosedError, format_address
 from flare.trust.controllers import ControllerSet
 from flare.wire.handshake import PROTOCOL_VERSION
-from flare.wire.messages import REQUESTS, Hello, Message, NodeFacts
+from flare.wire.messages import REQUESTS, Hello, Message, NodeFacts, StatusReply
+from tests.orbit import builders
 from tests.orbit.reporting import RecordingReporter
 
 Answer = Callable[[Session, Message], Awaitable[None]]
 CONTROLLER = Identity.from_seed(b"\x51" * 32)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a scenario, which must end by itself."""
+    asyncio.run(asyncio.wait_for(work, 120))
 
 
 @asynccontextmanager
@@ -60,6 +70,13 @@ def client_of(home: Path, nodes: Sequence[NodeEntry]) -> tuple[Client, Recording
     controllers = ControllerSet.first(CONTROLLER, "tests")
     orbit = OrbitFile(paths.orbit_file, controllers.chain, tuple(nodes))
     return Client(Controller(paths, CONTROLLER, orbit, controllers, reporter)), reporter
+
+
+def status_of(node: NodeEntry, **changes: Any) -> StatusReply:
+    """A sound STATUS of a node whose clock is right, but for the changes."""
+    reply = builders.answer(node).reply
+    assert reply is not None
+    return replace(reply, time=int(time.time()), **changes)
 
 
 def say(*messages: Message) -> Answer:

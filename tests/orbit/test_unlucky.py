@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,12 +23,10 @@ from flare.errors import (
     UnreachableError,
 )
 from flare.orbit.follow import RankStream, follow, raise_for_failures
-from flare.orbit.groups import attach, stop
 from flare.orbit.launch import plan_launch
 from flare.orbit.pairing import pair
 from flare.orbit.request import RunOptions, plan_request
 from flare.orbit.resolve import resolve_core, resolve_local
-from flare.orbit.stopping import stop_group
 from flare.orbit.upload import core_uploads, missing_files, upload_files
 from flare.session import Session
 from flare.trust.join_code import generate
@@ -54,25 +49,11 @@ from flare.wire.messages import (
     Stat,
     StatReply,
     Status,
-    StatusReply,
-    Stop,
-    StopReply,
 )
 from flare_workers.spawner import start
 from tests.cores.making import PUBLISHER, write_core
-from tests.orbit.builders import answer, group_report, node_entry
-from tests.orbit.fake_node import client_of, fake_node, hang_up, say
-from tests.session.parties import answering
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 120))
-
-
-def status_of(node: Any, **changes: Any) -> StatusReply:
-    reply = answer(node).reply
-    assert reply is not None
-    return replace(reply, time=int(time.time()), **changes)
+from tests.orbit.builders import node_entry
+from tests.orbit.fake_node import client_of, fake_node, run, say, status_of
 
 
 def test_a_node_that_cannot_prove_the_code_is_not_recorded(tmp_path: Path) -> None:
@@ -233,221 +214,6 @@ def test_a_lost_connection_does_not_pass_for_a_stopped_rank(tmp_path: Path) -> N
             stream.exit = Exit(status=2)
             with pytest.raises(RankError, match="The group glm failed"):
                 raise_for_failures([stream], "glm")
-
-    run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("selector", "message"),
-    [
-        ("nemo", r"^No run called nemo was found on the nodes that answered; hertz did not\.$"),
-        (None, r"^No run was found on the nodes that answered; hertz did not\.$"),
-    ],
-)
-def test_attaching_to_what_may_run_on_a_node_that_is_away(
-    tmp_path: Path, selector: str | None, message: str
-) -> None:
-    async def scenario() -> None:
-        async with fake_node({}, name="hertz") as away:
-            pass
-        async with fake_node({}) as node:
-            pass
-        groups = () if selector is None else (group_report("glm-1"),)
-        async with fake_node({Status: say(status_of(node, groups=groups))}) as node:
-            client, _ = client_of(tmp_path, [node, away])
-            with pytest.raises(UnreachableError, match=message) as failed:
-                await attach(client, [node, away], selector)
-            assert failed.value.exit_code == 4
-
-    run(scenario())
-
-
-def test_attaching_where_nobody_lets_one(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with fake_node({}) as node:
-            pass
-        reply = status_of(node, groups=(group_report("glm-1"),))
-        refuse = say(Error("not_found", "gone"))
-        async with fake_node({Status: say(reply), Attach: refuse}) as node:
-            client, reporter = client_of(tmp_path, [node])
-            with pytest.raises(UnreachableError, match="No rank could be attached to"):
-                await attach(client, [node], None)
-            assert "cannot attach to rank 0 of glm on maxwell" in reporter.warnings[0]
-
-    run(scenario())
-
-
-def test_a_rank_that_cannot_be_stopped_is_named(tmp_path: Path) -> None:
-    async def vanish(session: Session, request: Message) -> None:
-        await session.send(StopReply())
-        session.abort("gone")
-
-    async def scenario() -> None:
-        async with fake_node({Stop: vanish}) as node:
-            client, _ = client_of(tmp_path, [node])
-            with pytest.raises(
-                UnreachableError, match=r"Not all of glm could be stopped:\n  rank 0 on maxwell: "
-            ):
-                await stop_group(client, "glm", "glm-1", [(0, node)])
-
-    run(scenario())
-
-
-def test_every_group_that_cannot_be_stopped_is_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with fake_node({}) as node:
-            pass
-        groups = (group_report("a-1", name="a"), group_report("b-1", name="b"))
-        async with fake_node({Status: say(status_of(node, groups=groups)), Stop: hang_up}) as node:
-            client, _ = client_of(tmp_path, [node])
-            with pytest.raises(UnreachableError) as caught:
-                await stop(client, [node], None, now=False)
-            assert "Not all of a could be stopped" in caught.value.message
-            assert "Not all of b could be stopped" in caught.value.message
-
-    run(scenario())
-
-
-@pytest.mark.parametrize(("now", "said"), [(False, "to finish running requests"), (True, "to end at once")])
-def test_who_leaves_a_stop_hears_what_goes_on(tmp_path: Path, now: bool, said: str) -> None:
-    async def scenario() -> None:
-        asked, connected = asyncio.Event(), asyncio.Event()
-
-        async def drain(session: Session, request: Message) -> None:
-            await session.send(StopReply())
-            asked.set()
-            await asyncio.Event().wait()
-
-        async def silent(sock: socket.socket) -> None:
-            connected.set()
-            await asyncio.Event().wait()
-
-        async with fake_node({Stop: drain}) as node:
-            client, reporter = client_of(tmp_path, [node])
-            for announce in (True, False):
-                stopping = asyncio.create_task(
-                    stop_group(client, "glm", "glm-1", [(0, node)], now=now, announce=announce)
-                )
-                await asked.wait()
-                asked.clear()
-                stopping.cancel()
-                await asyncio.gather(stopping, return_exceptions=True)
-                assert stopping.cancelled()
-        [warning] = reporter.warnings
-        assert f"rank 0 on maxwell was asked {said}" in warning
-        assert "`flare orbit ls`" in warning
-        assert "`flare orbit stop glm --now`" in warning
-
-        async with answering(silent) as port:
-            slow = replace(node, address=f"127.0.0.1:{port}")
-            client, reporter = client_of(tmp_path / "other", [slow])
-            stopping = asyncio.create_task(stop_group(client, "glm", "glm-1", [(0, slow)], now=now))
-            await connected.wait()
-            stopping.cancel()
-            await asyncio.gather(stopping, return_exceptions=True)
-        assert reporter.warnings == ["Left before glm was asked to stop: it runs on."]
-
-    run(scenario())
-
-
-def test_peers_are_asked_only_when_they_stay(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with fake_node({}) as node:
-            pass
-        stays = status_of(node, groups=(group_report("glm-1", rank=1, ranks=2, phase="serving"),))
-        gone = status_of(node)
-        asked: list[str] = []
-
-        def stopper(name: str) -> Any:
-            async def stop_it(session: Session, request: Message) -> None:
-                asked.append(name)
-                await session.send(StopReply())
-                await session.send(Exit(status=0))
-
-            return stop_it
-
-        for reply, expected in ((gone, ["zero"]), (stays, ["zero", "peer"])):
-            asked.clear()
-            zero_node = fake_node({Stop: stopper("zero")})
-            peer_node = fake_node({Stop: stopper("peer"), Status: say(reply)}, name="hertz")
-            async with zero_node as zero, peer_node as peer:
-                client, reporter = client_of(tmp_path, [zero, peer])
-                await stop_group(client, "glm", "glm-1", [(0, zero), (1, peer)], peer_grace=0.2)
-                assert asked == expected
-                assert any("waiting up to" in note for note in reporter.notes) == (len(expected) == 2)
-
-    run(scenario())
-
-
-def test_what_is_to_be_known_of_a_rank_that_ended_well_is_said(tmp_path: Path) -> None:
-    remark = "GPU 0 still holds 3.0 GiB more than before the group started"
-
-    async def stopped(session: Session, request: Message) -> None:
-        await session.send(StopReply())
-        await session.send(Exit(status=0, reason=f"serving; {remark}", remark=remark))
-
-    async def scenario() -> None:
-        async with fake_node({}) as node:
-            pass
-        left = group_report("glm-1", rank=1, ranks=2, phase="stopped", state="exited", status=0)
-        left = replace(left, remark="x")
-        zero_node = fake_node({Stop: stopped})
-        peer_node = fake_node({Status: say(status_of(node, groups=(left,)))}, name="hertz")
-        async with zero_node as zero, peer_node as peer:
-            client, reporter = client_of(tmp_path, [zero, peer])
-            ranks = await stop_group(client, "glm", "glm-1", [(0, zero), (1, peer)])
-            assert reporter.notes[-2:] == [
-                f"glm: rank 0 on maxwell stopped; {remark}",
-                "glm: rank 1 on hertz stopped; x",
-            ]
-            assert [rank.to_json()["remark"] for rank in ranks] == [remark, "x"]
-            assert ranks[0].to_json() == {
-                "group": "glm",
-                "launch": "glm-1",
-                "rank": 0,
-                "node": "maxwell",
-                "status": 0,
-                "signal": None,
-                "reason": f"serving; {remark}",
-                "remark": remark,
-            }
-
-    run(scenario())
-
-
-def test_a_peer_that_never_met_rank_zero_is_told_at_once_and_has_nothing_to_finish(tmp_path: Path) -> None:
-    asked: list[Message] = []
-
-    async def stopped(session: Session, request: Message) -> None:
-        asked.append(request)
-        await session.send(StopReply())
-        await session.send(Exit(status=0))
-
-    async def scenario() -> None:
-        async with fake_node({}) as node:
-            pass
-        waits = group_report("glm-1", rank=1, ranks=2, phase="rendezvous")
-        reply = status_of(node, groups=(waits,))
-        zero_node = fake_node({Stop: stopped})
-        peer_node = fake_node({Stop: stopped, Status: say(reply)}, name="hertz")
-        async with zero_node as zero, peer_node as peer:
-            client, reporter = client_of(tmp_path, [zero, peer])
-            await stop_group(client, "glm", "glm-1", [(0, zero), (1, peer)], peer_grace=1000)
-            assert asked == [Stop(group="glm-1"), Stop(group="glm-1", now=True)]
-            assert not any("waiting up to" in note for note in reporter.notes)
-
-    run(scenario())
-
-
-def test_nothing_to_stop_on_what_answered(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with fake_node({}) as gone:
-            pass
-        reply = status_of(gone)
-        async with fake_node({Status: say(reply)}, name="hertz") as node:
-            client, _ = client_of(tmp_path, [gone, node])
-            with pytest.raises(UnreachableError, match=r"nodes that answered; maxwell did not\."):
-                await stop(client, [gone, node], "glm", now=False)
 
     run(scenario())
 
