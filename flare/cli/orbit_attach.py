@@ -14,12 +14,13 @@ from flare.cli.orbit_common import cluster_option, complete_runs, open_controlle
 def attach(group: str | None, cluster: str | None) -> None:
     """Follow what a group's ranks print: what their agents kept, then live.
 
-    GROUP is a name or a launch identifier; a name means what runs under it, or else all that ran. Without
+    GROUP is a name or a launch identifier; a name means what runs under it, else its newest launch. Without
     GROUP every run of the cluster is followed. Ctrl-C detaches and stops nothing. Ends with exit code 15 when
     the group failed.
 
     \b
     Example:  flare orbit attach glm53
+              flare orbit attach glm53-20261019T153000Z-3f9c
     """
     from flare.orbit.client import Client
     from flare.orbit.groups import attach as attach_to

@@ -72,13 +72,15 @@ def print_runs(runs: Sequence[Run]) -> None:
         ],
     )
     for run in runs:
+        # Earlier launches of a name stay listed: what is said of one must not be taken for another's.
+        name = run.name if sum(other.name == run.name for other in runs) == 1 else run.launch
         for rank in run.ranks:
             report = rank.report
             if report.state == "failed" or report.remark:
                 end = describe_end(report.status, report.signal, report.reason, report.remark)
-                output.say(f"  {run.name} rank {report.rank} on {rank.node.name} {end or 'failed.'}")
+                output.say(f"  {name} rank {report.rank} on {rank.node.name} {end or 'failed.'}")
         if run.missing and run.running:
-            output.warn(f"{run.name}: no node that answered knows rank {', '.join(map(str, run.missing))}.")
+            output.warn(f"{name}: no node that answered knows rank {', '.join(map(str, run.missing))}.")
 
 
 def _ranks(run: Run) -> str:

@@ -55,7 +55,8 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
     """Follow retained and live output until every chosen rank has ended.
 
     Args:
-        selector: a group's name or launch identifier; None follows every retained run.
+        selector: a group's name or launch identifier; None follows every retained run. Of the launches that
+            share a name it means those that run, else the newest.
 
     Raises:
         NotFoundError: there is no such run.
@@ -73,11 +74,9 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
             f"answered; {', '.join(away)} did not."
         )
     matching = select_runs(listing.runs, selector)
-    # A name that runs means the run that runs; older ones are chosen by their launch identifier.
-    running = [run for run in matching if run.running]
-    runs = matching if selector is None or not running else running
-    if selector is not None and len(matching) > 1:
-        _tell_which(client, selector, matching, runs)
+    runs = matching if selector is None else _meant_by_a_name(matching)
+    if selector is not None and len(runs) < len(matching):
+        _tell_which(client, selector, len(matching), runs)
     labels = _labels(runs)
     streams: dict[str, list[RankStream]] = {run.launch: [] for run in runs}
     problems: list[FlareError] = []
@@ -103,16 +102,17 @@ async def attach(client: Client, nodes: Sequence[NodeEntry], selector: str | Non
         raise_for_failures(streams[run.launch], run.name)
 
 
-def _tell_which(client: Client, name: str, matching: Sequence[Run], followed: Sequence[Run]) -> None:
-    """Say which launches a name stands for, and which of them are followed."""
-    lines = [
-        f"  {run.launch}  {run.state} on {', '.join(rank.node.name for rank in run.ranks)}"
-        + ("" if run in followed else ", not followed")
-        for run in matching
-    ]
+def _meant_by_a_name(matching: Sequence[Run]) -> list[Run]:
+    """Return what runs of the launches that share a name, else the newest; others go by their identifiers."""
+    return [run for run in matching if run.running] or list(matching[-1:])
+
+
+def _tell_which(client: Client, name: str, launches: int, followed: Sequence[Run]) -> None:
+    """Say which of the launches of one name are followed."""
+    those = ", ".join(f"{run.launch} ({run.state})" for run in followed)
     client.controller.reporter.note(
-        f"{len(matching)} launches are called {name}; give one of these to follow it alone:\n"
-        + "\n".join(lines)
+        f"Of {launches} launches called {name} this follows {those}; `flare orbit ls` lists all, and "
+        "`flare orbit attach LAUNCH` follows another one."
     )
 
 

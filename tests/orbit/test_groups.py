@@ -12,7 +12,18 @@ from flare.errors import FlareError, ForbiddenError, NotFoundError, UnreachableE
 from flare.orbit.follow import RankStream, raise_for_failures
 from flare.orbit.groups import attach, stop
 from flare.orbit.orbit_records import NodeEntry
-from flare.wire.messages import Attach, Error, Exit, GroupReport, Message, Status, Stop, StopReply
+from flare.session import Session
+from flare.wire.messages import (
+    Attach,
+    AttachReply,
+    Error,
+    Exit,
+    GroupReport,
+    Message,
+    Status,
+    Stop,
+    StopReply,
+)
 from tests.orbit.builders import group_report, node_entry
 from tests.orbit.fake_node import Answer, client_of, fake_node, hang_up, run, say, status_of
 
@@ -80,6 +91,45 @@ def test_attaching_where_nobody_lets_one(tmp_path: Path, says: Answer, kind: typ
             assert caught.value.exit_code == kind.exit_code
             assert ("Try again when its node answers" in caught.value.message) is (kind is UnreachableError)
             assert "cannot attach to rank 0 of glm on maxwell" in reporter.warnings[0]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("states", "selector", "followed"),
+    [
+        (["running", "exited", "failed"], "glm", ["glm-0"]),
+        (["running", "failed", "running"], "glm", ["glm-0", "glm-2"]),
+        (["failed", "exited"], "glm", ["glm-1"]),
+        (["exited", "failed", "exited"], "glm-0", ["glm-0"]),
+        (["exited", "running"], None, ["glm-0", "glm-1"]),
+    ],
+)
+def test_a_name_means_what_runs_else_its_newest_launch(
+    tmp_path: Path, states: list[str], selector: str | None, followed: list[str]
+) -> None:
+    asked: list[str | None] = []
+
+    async def follow(session: Session, request: Message) -> None:
+        assert isinstance(request, Attach)
+        asked.append(request.group)
+        await session.send(AttachReply())
+        await session.send(Exit(status=0))
+
+    async def scenario() -> None:
+        groups = [
+            group_report(f"glm-{number}", state=state, uptime=9.0 - number)
+            for number, state in enumerate(states)
+        ]
+        async with node_with(groups, {Attach: follow}) as node:
+            client, reporter = client_of(tmp_path, [node])
+            await attach(client, [node], selector)
+        assert asked == followed
+        those = ", ".join(f"{launch} ({states[int(launch[-1])]})" for launch in followed)
+        told = f"Of {len(states)} launches called glm this follows {those}; `flare orbit ls` lists all, and "
+        assert reporter.notes == (
+            [f"{told}`flare orbit attach LAUNCH` follows another one."] if selector == "glm" else []
+        )
 
     run(scenario())
 

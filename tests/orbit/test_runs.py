@@ -85,6 +85,21 @@ def test_a_run_is_listed_with_its_ranks_their_devices_and_what_is_missing(
     assert "glm: no node that answered knows rank 1." in listed.err
 
 
+def test_what_is_said_of_one_launch_of_a_name_is_not_taken_for_anothers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    groups = (
+        group_report("glm-1", state="failed", status=3, reason="out of memory", uptime=2.0),
+        group_report("glm-2", ranks=2),
+        group_report("other-1", name="other", state="failed", status=4, reason="no disk"),
+    )
+    print_runs(collect_runs([answer(MAXWELL, groups=groups)]))
+    listed = capsys.readouterr()
+    assert "  glm-1 rank 0 on maxwell failed with status 3: out of memory\n" in listed.out
+    assert "  other rank 0 on maxwell failed with status 4: no disk\n" in listed.out
+    assert "glm-2: no node that answered knows rank 1." in listed.err
+
+
 def test_the_oldest_launch_comes_first_however_long_it_ran() -> None:
     times = {
         "b": ("20261130T120000Z", 3.0),
