@@ -14,7 +14,7 @@ from typing import Any
 from flare.cores.orbit_limits import check_part
 from flare.cores.reference import CoreReference, parse_reference
 from flare.errors import UsageError
-from flare.orbit.acceptance import accept_publisher
+from flare.orbit.acceptance import accept_publisher, preview_publisher
 from flare.orbit.candidates import is_of
 from flare.orbit.client import Answer, Client, required
 from flare.orbit.fabric import Way, find_way, plan_fabric
@@ -61,8 +61,9 @@ class Delivery:
         source: who sends; None: this controller uploads.
         source_rank: that node's place in the list; None outside the list.
         way: how the bytes come; None for an upload.
-        skipped: why nothing is sent; None when something is.
-        held: its cache has all of it, verified, so that no payload will move.
+        skipped: why it takes no part; None when it does.
+        there: bytes of it that the node's cache has already, as its STATUS tells.
+        verified: all of those were held against the signed digests.
     """
 
     rank: int
@@ -74,12 +75,18 @@ class Delivery:
     source_rank: int | None = None
     way: Way | None = None
     skipped: str | None = None
-    held: bool = False
+    there: int = 0
+    verified: bool = False
 
     @property
     def size(self) -> int:
         """Bytes that are to be there."""
         return sum(length for file in self.files for _, length in file.ranges)
+
+    @property
+    def to_send(self) -> int:
+        """Bytes that are still to come: at most, for STATUS does not tell of all that a node can use."""
+        return 0 if self.skipped is not None else self.size - self.there
 
     @property
     def what(self) -> str:
@@ -94,6 +101,7 @@ class Delivery:
             "directory": self.directory,
             "complete": self.complete,
             "bytes": self.size,
+            "to_send": self.to_send,
             "skipped": self.skipped,
             "source": None if self.source is None else self.source.name,
             "rails": None if self.way is None else self.way.rails,
@@ -157,15 +165,22 @@ def plan_request(
     )
 
 
-async def plan_push(client: Client, request: PushRequest) -> PushPlan:
+async def plan_push(client: Client, request: PushRequest, *, dry_run: bool = False) -> PushPlan:
     """Resolve the core, ask for trust, look at the nodes and their fabric, and decide. Sends no core data.
+
+    Args:
+        dry_run: ask nobody and record nothing; a publisher that is not accepted is told instead.
 
     Raises:
         FlareError: whatever refuses the push; see the steps.
     """
     client.controller.member_set()
     core = await resolve_core(client, request.reference)
-    publisher = accept_publisher(client.controller, core, trust_store=None, accepted=request.accept_publisher)
+    named = request.accept_publisher
+    if dry_run:
+        publisher, _ = preview_publisher(client.controller, core, trust_store=None, accepted=named)
+    else:
+        publisher = accept_publisher(client.controller, core, trust_store=None, accepted=named)
     check_node_count(core, request)
     answers = await client.statuses(request.nodes)
     client.check_clocks(request.nodes)
@@ -222,6 +237,7 @@ def _delivery(core: Core, request: PushRequest, rank: int, answer: Answer[Status
     elif not complete and not index.wanted(rank):
         skipped = f"needs no core data for rank {rank}"
     source, source_rank = _source(core, request.nodes, rank)
+    there, verified = _stored(core, directory, files, answer.reply)
     return Delivery(
         rank=rank,
         node=node,
@@ -231,7 +247,8 @@ def _delivery(core: Core, request: PushRequest, rank: int, answer: Answer[Status
         source=source,
         source_rank=source_rank,
         skipped=skipped,
-        held=_is_held(core, directory, answer.reply),
+        there=there,
+        verified=verified,
     )
 
 
@@ -246,10 +263,23 @@ def _source(core: Core, nodes: Sequence[NodeEntry], rank: int) -> tuple[NodeEntr
     return nodes[0], 0
 
 
-def _is_held(core: Core, directory: str, status: StatusReply | None) -> bool:
-    return status is not None and any(
-        report.name == directory and report.verified and is_of(report, core) for report in status.cores
-    )
+def _stored(
+    core: Core, directory: str, files: Sequence[FileRanges], status: StatusReply | None
+) -> tuple[int, bool]:
+    """Return how many bytes of `files` a node's cache has, and whether all of them were verified."""
+    reports = {report.name: report for report in (status.cores if status is not None else ())}
+    for name in (directory, core.entry):  # a rank's directory takes its files from the complete core's
+        if name in reports and reports[name].verified and is_of(reports[name], core):
+            return sum(length for file in files for _, length in file.ranges), True
+    report = reports.get(directory)
+    if report is None or report.index_sha256 not in (None, core.primary.index_sha256.hex()):
+        return 0, False
+    # The primary comes last: until then the other files lie there without it. Another publisher's goes.
+    sizes = {file.path: file.size for file in report.files}
+    if not is_of(report, core):
+        sizes.pop(core.primary_name, None)
+    whole = [file for file in files if sizes.get(file.path) == file.size]
+    return sum(length for file in whole for _, length in file.ranges), False
 
 
 def _with_way(delivery: Delivery, request: PushRequest, fabric: TransferFabric | None) -> Delivery:
@@ -267,7 +297,7 @@ def report_plan(client: Client, plan: PushPlan) -> None:
     reporter.say(f"Core {plan.name}: {index.model}, {index.engine}, {ranks}, {plan.core.reference}")
     for delivery in plan.deliveries:
         reporter.say(f"  {_line(delivery, resume=plan.request.resume)}")
-    paired = [each for each in plan.deliveries if each.way is not None and each.source_rank is not None]
+    paired = [each for each in plan.deliveries if each.source_rank is not None and each.to_send]
     if paired and plan.fabric is None:
         reporter.say(
             "None of these nodes has an active fabric interface: core bytes between them go over their "
@@ -278,9 +308,16 @@ def report_plan(client: Client, plan: PushPlan) -> None:
 def _line(delivery: Delivery, *, resume: bool) -> str:
     if delivery.skipped is not None:
         return f"{delivery.node.name} {delivery.skipped}: nothing is sent"
-    what = f"{delivery.node.name} receives {delivery.what}, {delivery.size:,} bytes,"
-    if delivery.source is None:
+    name, what = delivery.node.name, delivery.what
+    by_upload = delivery.source is None
+    if not delivery.to_send:
+        stored = ", verified" if delivery.verified else "" if by_upload else ", and verifies it"
+        return f"{name} has {what} in its cache already{stored}: nothing is sent"
+    size = f"{what}, {delivery.size:,} bytes,"
+    if delivery.there:
+        size = f"{delivery.to_send:,} bytes, all that it lacks of {what},"
+    if by_upload:
         whole = "; --resume changes nothing here: a file that is cut off starts over" if resume else ""
-        return f"{what} from this controller{whole}"
-    held = "; its cache holds it, verified" if delivery.held else ""
-    return f"{what} from {delivery.source.name} {delivery.way}{held}"
+        return f"{name} receives {size} from this controller{whole}"
+    assert delivery.source is not None
+    return f"{name} receives {size} from {delivery.source.name} {delivery.way}"

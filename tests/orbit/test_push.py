@@ -118,10 +118,54 @@ def test_each_node_gets_its_ranks_data_and_the_first_one_everything(orbit: Lab, 
     assert again.code == 0, again
     document = json.loads(again.out)
     assert [node["moved"] for node in document["nodes"]] == [0, 0, 0]
+    assert [node["to_send"] for node in document["nodes"]] == [0, 0, 0]
+    assert again.err.splitlines()[1:4] == [
+        "  maxwell has the complete core in its cache already: nothing is sent",
+        "  hertz has rank 1's data in its cache already, verified: nothing is sent",
+        "  volta has rank 2's data in its cache already, verified: nothing is sent",
+    ]
+    assert "paired addresses" not in again.err
     assert "maxwell has the complete core in its cache already." in again.err
     assert "hertz: rank 1's data, 2,097,152 bytes verified in its cache already." in again.err
     listed = orbit.flare("orbit", "cores").out
     assert re.search(r"hertz +\S+ +2 +2\.\d MB +yes +\S+-rank1", listed)
+
+
+def test_a_dry_run_says_what_would_be_sent_and_changes_nothing(orbit: Lab, tmp_path: Path) -> None:
+    orbit.paired("maxwell", "hertz", "volta")
+    core = three_ranks(tmp_path / "core")
+    words = ("orbit", "push", str(core), "--to", "maxwell,hertz")  # two nodes of three: each gets all of it
+    planned = orbit.flare(*words, "--dry-run")
+    assert planned.code == 0, planned
+    assert "maxwell receives the complete core" in planned.out
+    assert "--accept-publisher" in planned.err  # what a push would ask, and records
+    assert cache(orbit, "maxwell") == cache(orbit, "hertz") == {}
+    pushed = orbit.flare(*words, "--json", *TRUST)
+    assert pushed.code == 0, pushed
+    total = json.loads(pushed.out)["nodes"][0]["to_send"]
+    assert total == json.loads(pushed.out)["nodes"][0]["moved"]
+
+    stored(orbit, "maxwell", "*", "model/weights.safetensors").unlink()
+    size = (core.parent / "model/weights.safetensors").stat().st_size
+    lacking = orbit.flare(*words, "--dry-run")
+    assert lacking.out.splitlines()[1:] == [
+        f"  maxwell receives {size:,} bytes, all that it lacks of the complete core, from this controller",
+        "  hertz has the complete core in its cache already, verified: nothing is sent",
+    ]
+    document = json.loads(orbit.flare(*words, "--dry-run", "--json").out)
+    assert [(node["bytes"], node["to_send"]) for node in document["nodes"]] == [(total, size), (total, 0)]
+    assert "moved" not in document["nodes"][0]
+    assert not list((orbit.folder / "maxwell/.cache/flare/cores").glob("*/model/weights.safetensors"))
+    sent = json.loads(orbit.flare(*words, "--json").out)["nodes"]
+    assert [node["moved"] for node in sent] == [size, 0]
+
+    # A rank's directory takes its files from the complete core's, and a node digests what was uploaded to it.
+    ranks = json.loads(
+        orbit.flare("orbit", "push", str(core), "--to", "maxwell,hertz,volta", "--dry-run", "--json").out
+    )
+    assert [node["to_send"] for node in ranks["nodes"]] == [0, 0, 2 * MIB]
+    back = orbit.flare("orbit", "push", f"hertz:{core}", "--to", "maxwell", "--dry-run")
+    assert "maxwell has the complete core in its cache already, and verifies it: nothing is sent" in back.out
 
 
 def test_a_member_that_holds_the_core_is_skipped_and_the_others_pull_from_it(
@@ -147,6 +191,7 @@ def test_a_member_that_holds_the_core_is_skipped_and_the_others_pull_from_it(
     document = json.loads(outcome.out)
     assert document["fabric"]
     zero, one, two = document["nodes"]
+    assert (zero["to_send"], one["to_send"]) == (zero["moved"], 0)
     assert (zero["source"], zero["rails"], zero["streams"], zero["verified"]) == ("hertz", 1, 3, True)
     assert one["skipped"].startswith("holds the core")
     assert (two["source"], two["bytes"], two["directory"][-6:]) == ("hertz", 2 * MIB, "-rank2")
