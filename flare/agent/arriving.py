@@ -233,8 +233,7 @@ class Arrivals:
             raise ConflictError(
                 f"The cache holds a file named {place.path} with another size. Remove that core there first."
             )
-        name = place.path if place.entry is None else str(place.entry)
-        with self._cache.pinned(name):
+        with self._cache.pins.pinned(place.pin):
             async with self._beginning:  # the first share of a file makes room for all of it
                 self._check_whose(place, uploader)  # nothing is evicted for who waits
                 await self.settle()  # what is being removed is room
@@ -299,7 +298,7 @@ class Arrivals:
         # Bytes that came before and come again, from a controller that starts over, are not there meanwhile.
         file.done = file.done.difference(ranges)
         file.active.append(ranges)
-        self._cache.pin(place.path if place.entry is None else str(place.entry))
+        self._cache.pins.pin(place.pin)
         return Stream(self, place, file, ranges)
 
     def _check_whose(self, place: Place, uploader: Hashable) -> None:
@@ -430,7 +429,7 @@ class Arrivals:
 
     def _unpin(self, place: Place, file: _File) -> None:
         file.quiet_since = time.monotonic()
-        self._cache.unpin(place.path if place.entry is None else str(place.entry))
+        self._cache.pins.unpin(place.pin)
 
     def _tell_failure(self, place: Place, uploader: Hashable) -> None:
         """Raise why a share of this file by the same upload failed a moment ago."""

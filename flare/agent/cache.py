@@ -22,9 +22,8 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from flare.agent.folders import (
@@ -34,8 +33,9 @@ from flare.agent.folders import (
     parent_of,
     stat_below,
 )
+from flare.agent.pins import Pins
 from flare.agent.room import Room
-from flare.agent.waiting import disk_threads, in_thread
+from flare.agent.waiting import in_thread
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
     BusyError,
@@ -113,6 +113,11 @@ class Place:
     digest: str = ""
 
     @property
+    def pin(self) -> str:
+        """The name that pins it, with its core directory where it has one."""
+        return self.path if self.entry is None else str(self.entry)
+
+    @property
     def mode(self) -> int:
         """The published file's permission bits."""
         return 0o555 if self.kind == "executable" else 0o444
@@ -126,6 +131,7 @@ class Cache:
         limit: the most bytes that cores, blobs and executables may take; None for what the disk has.
 
     Attributes:
+        pins: what may not be evicted now.
         room: how much it may take; evicts.
     """
 
@@ -133,9 +139,8 @@ class Cache:
         self.paths = paths
         self.arriving = paths.cache / "arriving"
         self.resuming = paths.cache / "resuming"
-        self.room = Room(paths, limit, self.arriving, self.resuming)
-        self._pins = self.room.pins
-        self._touching: set[str] = set()
+        self.pins = Pins((paths.cores, paths.executables))
+        self.room = Room(paths, limit, self.arriving, self.resuming, self.pins)
 
     def prepare(self) -> None:
         """Make the folders, and remove what a killed agent left half received.
@@ -239,7 +244,7 @@ class Cache:
         Args:
             own_pins: how many of its pins are the asker's.
         """
-        pins = self._pins[folder.name] if folder.parent == self.paths.cores else 0
+        pins = self.pins.in_use(folder.name) if folder.parent == self.paths.cores else 0
         return pins > own_pins or is_locked(folder)
 
     def take_damaged(self, folder: Path, file: str | None, own_pins: int = 0) -> Path | None:
@@ -305,39 +310,6 @@ class Cache:
         of_ranks = parent.parent == self.paths.models and parent.name not in ("", ".", "..")
         ours = parent == self.paths.cores or (of_ranks and not parent.is_symlink())
         return ours and Entry.parse(folder.name) is not None and not folder.is_symlink()
-
-    @contextlib.contextmanager
-    def pinned(self, name: str) -> Iterator[None]:
-        """Keep an entry or executable from being evicted for the length of a block."""
-        self.pin(name)
-        try:
-            yield
-        finally:
-            self.unpin(name)
-
-    def pin(self, name: str) -> None:
-        """Keep an entry or executable until `unpin`; pins add up.
-
-        Nobody waits for the disk to note when it was used.
-        """
-        self._pins[name] += 1
-        if name not in self._touching:  # a disk that hangs holds one thread a name
-            self._touching.add(name)
-            disk_threads.submit(partial(self._touch, name))
-
-    def _touch(self, name: str) -> None:
-        try:
-            for folder in (self.paths.cores, self.paths.executables):
-                with contextlib.suppress(OSError):  # not there yet
-                    os.utime(folder / name)
-        finally:
-            self._touching.discard(name)
-
-    def unpin(self, name: str) -> None:
-        """Undo one `pin`."""
-        self._pins[name] -= 1
-        if self._pins[name] <= 0:
-            del self._pins[name]
 
     # -- publishing ------------------------------------------------------------------------------
 

@@ -204,6 +204,9 @@ async def have(node: Node, session: Session, request: Have) -> None:
         package = await _check_have(node, session, request)
         publisher = package.publisher
     place = node.cache.place(request.kind, request.name)
+    controls = node.authority.is_controller(session.peer_key)
+    if controls:  # before anybody looks: what is found stays, and what is not has a place for when it comes
+        node.cache.pins.pin_for(session, place.pin, in_use=False)
     # In a thread: a marker may have a million ranges.
     found, verified = await ask_disk(node.cache.have, place, request.size)
     if not found and publisher is not None and await _is_renamed(node, place, request.size, publisher):
@@ -212,7 +215,9 @@ async def have(node: Node, session: Session, request: Have) -> None:
     if found and publisher is not None and not marked:
         found = await signed_by(place, request.size, publisher)
         verified = found and verified
-    arriving = not found and node.authority.is_controller(session.peer_key) and node.arrivals.brings(place)
+    if found:
+        node.cache.pins.pin_for(session, place.pin, in_use=False)
+    arriving = not found and controls and node.arrivals.brings(place)
     await session.send(HaveReply(have=found, verified=verified, arriving=arriving))
 
 
@@ -282,6 +287,7 @@ async def put(node: Node, session: Session, request: Put) -> None:
     except ValueError as problem:
         raise RemoteProtocolError(f"PUT: {problem}.") from None
     node.check_workers()
+    node.cache.pins.pin_for(session, place.pin, in_use=False)
     uploader = (session.peer_key, request.upload)
     try:
         stream = await node.arrivals.begin(place, request.size, ranges, request.publisher, uploader)

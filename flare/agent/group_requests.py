@@ -137,7 +137,7 @@ async def _executable(
             raise UnsupportedError("This node has no installed flare to run. Use --executable PATH.")
         return node.executable
     place = node.cache.place("executable", wanted.name)
-    pins.enter_context(node.cache.pinned(wanted.name))
+    pins.enter_context(node.cache.pins.pinned(wanted.name))
     descriptor = node.cache.open(place)
     try:
         found = (await node.digest(descriptor, wanted.name, os.fstat(descriptor).st_size)).hex()
@@ -160,7 +160,7 @@ async def _complete_core(node: Node, package: Package, pins: contextlib.ExitStac
         path = Path(source.path)
     else:
         entry = Entry(package.export, package.length)
-        pins.enter_context(node.cache.pinned(str(entry)))
+        pins.enter_context(node.cache.pins.pinned(str(entry)))
         path = node.cache.entry_folder(entry) / package.files[0]
         for name in package.files:
             if node.cache.size_of(node.cache.place("core", f"{entry}/{name}")) is None:

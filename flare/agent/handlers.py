@@ -150,7 +150,7 @@ class Conversations:
             raise LocalProtocolError("The node's agent has a fault; its log says where.") from problem
         finally:
             del self._tasks[task]
-            self._node.transfers.let_go(session)
+            self._node.cache.pins.let_go(session)
 
     def _screen(self, session: Session) -> Screen:
         """Return what refuses a frame that its sender may not send, before its body is taken or parsed."""

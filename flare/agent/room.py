@@ -12,12 +12,12 @@ import logging
 import os
 import secrets
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flare.agent.folders import delete, files_below, is_locked
+from flare.agent.pins import Pins
 from flare.agent.waiting import ask_disk, look
 from flare.errors import StorageError
 from flare.paths import Paths
@@ -120,23 +120,24 @@ class Room:
         paths: where it lies.
         limit: the most bytes that it may take; None for what the disk has.
         arriving, resuming: where files on their way lie.
+        pins: what is not evicted.
     """
 
-    def __init__(self, paths: Paths, limit: int | None, arriving: Path, resuming: Path) -> None:
+    def __init__(self, paths: Paths, limit: int | None, arriving: Path, resuming: Path, pins: Pins) -> None:
         self._paths = paths
         self._limit = limit
         self._arriving = arriving
         self._resuming = resuming
         self._reservations: set[Reservation] = set()
+        self._pins = pins
         self._deciding = asyncio.Lock()
-        self.pins: Counter[str] = Counter()  # what is used now, by an entry's or an executable's name
 
     # -- looking ---------------------------------------------------------------------------------
 
     async def usage(self) -> Usage:
         """Look at everything that lies there."""
         # What is promised comes first: what arrives meanwhile is then counted twice, and not left out.
-        return await look(self._look, frozenset(self.pins), self._promised())
+        return await look(self._look, self._pins.names, self._promised())
 
     def available(self, usage: Usage) -> int:
         """Return the bytes that the cache can still take, with what it would evict for them."""
@@ -248,15 +249,16 @@ class Room:
 
     def _least_recently_used(self) -> Path | None:
         found: list[tuple[float, Path]] = []
-        for path in self._unused(frozenset(self.pins)):
+        for path in self._unused(self._pins.names):
             with contextlib.suppress(FileNotFoundError):
                 found.append((path.lstat().st_mtime, path))
         return min(found)[1] if found else None
 
     def _drop_unlinked_blobs(self) -> bool:
         dropped = False
+        pinned = self._pins.names
         for path in _children(self._paths.blobs):
-            if self.pins[path.name]:
+            if path.name in pinned:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 if path.lstat().st_nlink == 1:

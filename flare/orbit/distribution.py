@@ -16,11 +16,12 @@ from typing import Any
 from flare.errors import FlareError, IntegrityError, LocalProtocolError, RemoteProtocolError
 from flare.orbit.checking import check_files
 from flare.orbit.client import Client
+from flare.orbit.pins import Pins
 from flare.orbit.push import Delivery, PushPlan
 from flare.orbit.reporter import Bar
 from flare.orbit.staging import check_room
 from flare.orbit.transfers import package_of, transfer
-from flare.orbit.upload import core_uploads, missing_files, upload_files
+from flare.orbit.upload import core_uploads, upload_files
 from flare.trust.grants import GRANT_LIFETIME, Grant, Member, new_launch_id, sign_grant
 from flare.trust.signed import KIND_TRANSFER_GRANT, SignedRecord
 from flare.wire.messages import Transfer, TransferSource
@@ -71,7 +72,8 @@ async def distribute(client: Client, plan: PushPlan, spawner: SpawnerHandle | No
         One outcome a node, in the list's order, failures included; `raise_failures` makes an error of them.
         The first one's alone when all others were to be made from its copy, and it did not get one.
     """
-    return await _Push(client, plan, spawner).run()
+    async with Pins(client) as pins:
+        return await _Push(client, plan, spawner, pins).run()
 
 
 def report_delivered(client: Client, outcomes: Sequence[Delivered]) -> None:
@@ -110,10 +112,11 @@ def _last_line(outcome: Delivered) -> str:
 
 
 class _Push:
-    def __init__(self, client: Client, plan: PushPlan, spawner: SpawnerHandle | None) -> None:
+    def __init__(self, client: Client, plan: PushPlan, spawner: SpawnerHandle | None, pins: Pins) -> None:
         self.client = client
         self.plan = plan
         self.spawner = spawner
+        self.pins = pins  # the first node's copy stays until everybody has theirs
         self.launch = new_launch_id(plan.name, time.time(), secrets.token_bytes(2))
 
     async def run(self) -> list[Delivered]:
@@ -123,7 +126,11 @@ class _Push:
         try:
             if first.skipped is None and first.source_rank is None:
                 # The first node's copy is what all others are made from.
-                begun = [await self.upload(first)] if first.source is None else await self.fetch([first])
+                if first.source is None:
+                    begun = [await self.upload(first)]
+                else:
+                    await self.pins.keep(self.plan.core, first.node)
+                    begun = await self.fetch([first])
                 if begun[0].error is not None:
                     return begun
                 return [*begun, *await self.fetch(others)]
@@ -144,7 +151,7 @@ class _Push:
         began = time.monotonic()
         moved = 0
         try:
-            missing = await missing_files(client, core_uploads(self.plan.core), node)
+            missing = await self.pins.missing(core_uploads(self.plan.core), node)
             if missing:
                 check_room(node, missing, self.plan.cache_free)
                 await check_files(client, self.plan.core, missing)

@@ -41,6 +41,7 @@ from flare.orbit.fronts import front_url
 from flare.orbit.orbit_file import edit_orbit_file
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.override import Override, read_override
+from flare.orbit.pins import Pins
 from flare.orbit.request import LaunchRequest
 from flare.orbit.resolve import Core, resolve_core
 from flare.orbit.staging import Staging, stage_core, stage_executable
@@ -296,6 +297,11 @@ async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> G
     Raises:
         FlareError: staging failed and nothing was started, or a member refused and the others were stopped.
     """
+    async with Pins(client) as pins:  # until every RUN was answered
+        return await _launch(client, plan, spawner, pins)
+
+
+async def _launch(client: Client, plan: Plan, spawner: SpawnerHandle | None, pins: Pins) -> Group:
     reporter = client.controller.reporter
     launch_id = new_launch_id(plan.name, _now(), secrets.token_bytes(2))
     key = secrets.token_bytes(LAUNCH_KEY_LENGTH)
@@ -303,7 +309,7 @@ async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> G
     for node in plan.nodes:
         reporter.note(f"{node.name} runs {plan.executables[node.name]}")
     if plan.override is not None:
-        await stage_executable(client, plan.override, plan.nodes, spawner)
+        await stage_executable(client, plan.override, plan.nodes, spawner, pins)
     staging = Staging(
         core=plan.core,
         nodes=plan.nodes,
@@ -313,7 +319,7 @@ async def launch(client: Client, plan: Plan, spawner: SpawnerHandle | None) -> G
         cache_free=plan.cache_free,
         held=plan.held,
     )
-    await stage_core(client, staging, spawner)
+    await stage_core(client, staging, spawner, pins)
     group = Group(plan.name, launch_id, plan.url, [])
     starter = _Starter(client, plan, grant, key)
     try:

@@ -11,9 +11,10 @@ from flare.orbit.checking import check_files
 from flare.orbit.client import Client
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.override import Override
+from flare.orbit.pins import Pins
 from flare.orbit.resolve import Core
 from flare.orbit.transfers import complete_files, transfer
-from flare.orbit.upload import Upload, core_uploads, missing_files, upload_files
+from flare.orbit.upload import Upload, core_uploads, upload_files
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import SignedRecord
 from flare.wire.messages import Transfer, TransferSource
@@ -42,10 +43,11 @@ class Staging:
     held: bool = False
 
 
-async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | None) -> None:
+async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | None, pins: Pins) -> None:
     """Bring the complete core to rank zero's node.
 
     Args:
+        pins: keep it there until they are closed.
         spawner: forks upload workers; needed when the core is on this host.
 
     Raises:
@@ -56,6 +58,8 @@ async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | 
     reporter = client.controller.reporter
     core, zero = staging.core, staging.nodes[0]
     if core.source is not None:
+        if staging.held or core.source.name != zero.name:
+            await pins.keep(core, zero)
         if staging.held:
             reporter.note(f"{zero.name} has the core in its cache already.")
         elif core.source.name != zero.name:
@@ -63,7 +67,7 @@ async def stage_core(client: Client, staging: Staging, spawner: SpawnerHandle | 
         return
     if spawner is None:
         raise LocalProtocolError("A core on this host needs upload workers, and none were started.")
-    missing = await missing_files(client, core_uploads(core), zero)
+    missing = await pins.missing(core_uploads(core), zero)
     if not missing:
         reporter.note(f"{zero.name} has the core in its cache already.")
         return
@@ -105,9 +109,12 @@ async def _fetch_from(client: Client, staging: Staging, source: NodeEntry) -> No
 
 
 async def stage_executable(
-    client: Client, override: Override, nodes: Sequence[NodeEntry], spawner: SpawnerHandle | None
+    client: Client, override: Override, nodes: Sequence[NodeEntry], spawner: SpawnerHandle | None, pins: Pins
 ) -> None:
     """Bring an executable of the operator's own to every node that lacks it.
+
+    Args:
+        pins: keep it there until they are closed.
 
     Raises:
         TransferError, StorageError: it did not arrive.
@@ -116,7 +123,7 @@ async def stage_executable(
         raise LocalProtocolError("An executable needs upload workers, and none were started.")
     file = Upload(override.path, "executable", override.name, override.size)
     for node in nodes:
-        missing = await missing_files(client, [file], node)
+        missing = await pins.missing([file], node)
         if missing:
             client.controller.reporter.note(f"Uploading {override.path} to {node.name} as {override.name}.")
             await upload_files(client, node, missing, spawner, streams=1)

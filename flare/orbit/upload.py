@@ -85,12 +85,17 @@ def core_uploads(core: Core) -> list[Upload]:
 
 async def missing_files(client: Client, files: Sequence[Upload], node: NodeEntry) -> list[Upload]:
     """Return those files that the node's cache does not hold at their size."""
-    missing = []
     async with client.session(node) as session:
-        for file in files:
-            reply = await session.request(Have(file.kind, file.name, file.size, publisher=file.publisher))
-            if not reply.have:
-                missing.append(replace(file, arriving=reply.arriving))
+        return await ask_missing(session, files)
+
+
+async def ask_missing(session: Session, files: Sequence[Upload]) -> list[Upload]:
+    """As `missing_files`, on a session that is open: while it lasts, its node evicts none of them."""
+    missing = []
+    for file in files:
+        reply = await session.request(Have(file.kind, file.name, file.size, publisher=file.publisher))
+        if not reply.have:
+            missing.append(replace(file, arriving=reply.arriving))
     return missing
 
 

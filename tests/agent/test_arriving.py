@@ -390,14 +390,6 @@ def test_shares_that_came_are_not_opened_again_while_the_file_is_digested(
     drive(scenario())
 
 
-def test_pins_add_up(cache: Cache) -> None:
-    with cache.pinned("x"):
-        cache.pin("x")
-        assert cache._pins["x"] == 2
-    cache.unpin("x")
-    assert "x" not in cache._pins
-
-
 def test_a_folder_that_others_may_write_to_is_refused(cache: Cache) -> None:
     cache.paths.cores.chmod(0o777)
     with pytest.raises(IdentityError, match="Others may write"):

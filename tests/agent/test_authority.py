@@ -183,7 +183,7 @@ def test_a_primary_is_exchanged_beside_the_loop(paths: Paths, monkeypatch: pytes
     disk.go.set()
 
     async def scenario() -> None:
-        with cache.pinned(str(entry)):
+        with cache.pins.pinned(str(entry)):
             with pytest.raises(FlareError, match="signed by another publisher"):
                 await cache.replace(arrived, place, own_pins=0)
             await cache.replace(arrived, place, own_pins=1)

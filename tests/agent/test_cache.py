@@ -37,7 +37,7 @@ def cache(tmp_path: Path) -> Cache:
 
 def test_a_directory_that_somebody_else_uses_stays_unverified(cache: Cache) -> None:
     folder = cache.entry_folder(ENTRY)
-    own, other = cache.pinned(str(ENTRY)), cache.pinned(str(ENTRY))
+    own, other = cache.pins.pinned(str(ENTRY)), cache.pins.pinned(str(ENTRY))
     with own, other, pytest.raises(BusyError, match="used by another group or transfer"):
         cache.take_damaged(folder, None, own_pins=1)
     assert sorted(path.name for path in folder.iterdir()) == ["file"]
@@ -45,7 +45,7 @@ def test_a_directory_that_somebody_else_uses_stays_unverified(cache: Cache) -> N
 
 def test_ones_own_pin_keeps_nothing(cache: Cache) -> None:
     folder = cache.entry_folder(ENTRY)
-    with cache.pinned(str(ENTRY)):
+    with cache.pins.pinned(str(ENTRY)):
         assert not cache.in_use(folder, own_pins=1)
         doomed = cache.take_damaged(folder, None, own_pins=1)
     assert doomed is not None
@@ -77,7 +77,10 @@ def test_markers_are_read_beside_the_loop() -> None:
     node: Any = SimpleNamespace(
         authority=SimpleNamespace(is_controller=lambda _: True),
         cache=SimpleNamespace(
-            place=lambda *_: SimpleNamespace(entry=ENTRY), have=lambda *_: (True, True), marker=marker
+            place=lambda *_: SimpleNamespace(entry=ENTRY, pin=str(ENTRY)),
+            have=lambda *_: (True, True),
+            marker=marker,
+            pins=SimpleNamespace(pin_for=lambda *_, in_use: None),
         ),
     )
     session: Any = SimpleNamespace(peer_key=b"", send=send)

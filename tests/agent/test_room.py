@@ -51,7 +51,7 @@ def test_nothing_goes_for_what_cannot_fit(tmp_path: Path) -> None:
     old, new = store(cache, OLD, "x", 2 * MIB, age=9), store(cache, NEW, "x", 2 * MIB)
     with pytest.raises(StorageError, match=r"has room for 5242880 bytes, but 6291456 are needed"):
         reserve(cache, 6 * MIB)
-    with cache.pinned(str(NEW)), pytest.raises(StorageError, match=r"has room for 3145728 bytes"):
+    with cache.pins.pinned(str(NEW)), pytest.raises(StorageError, match=r"has room for 3145728 bytes"):
         reserve(cache, 4 * MIB)
     assert (old.exists(), new.exists()) == (True, True)
     reserve(cache, 3 * MIB)
@@ -65,7 +65,7 @@ def test_what_can_be_had_counts_what_can_be_evicted(tmp_path: Path) -> None:
     store(cache, OLD, "x", 2 * MIB)
     store(cache, NEW, "x", MIB)
     assert available(cache) == 5 * MIB
-    with cache.pinned(str(OLD)):
+    with cache.pins.pinned(str(OLD)):
         assert available(cache) == 3 * MIB
         with asyncio.run(cache.room.reserve(MIB)):
             assert available(cache) == 2 * MIB
@@ -135,7 +135,7 @@ def test_a_blob_goes_with_the_last_directory_that_links_it(tmp_path: Path) -> No
     new = store(cache, NEW, "x", MIB)
     assert old.stat().st_nlink == 2
     assert available(cache) == 5 * MIB
-    with cache.pinned(str(OLD)):
+    with cache.pins.pinned(str(OLD)):
         assert available(cache) == 2 * MIB
     wait_for(lambda: cache.entry_folder(OLD).stat().st_mtime > time.time() - 60)
     os.utime(cache.entry_folder(OLD), (1, 1))  # pins touch it
@@ -149,7 +149,7 @@ def test_a_blob_that_nobody_links_goes_first(tmp_path: Path) -> None:
     blob = cache.paths.blobs / BLOB
     blob.write_bytes(os.urandom(3 * MIB))
     assert asyncio.run(cache.room.usage()).blobs == 3 * MIB
-    with cache.pinned(BLOB), pytest.raises(StorageError):
+    with cache.pins.pinned(BLOB), pytest.raises(StorageError):
         reserve(cache, 5 * MIB)
     reserve(cache, 4 * MIB)
     assert (old.exists(), blob.exists()) == (True, False)

@@ -195,7 +195,7 @@ def test_what_could_be_resumed_makes_room(cache: Cache, monkeypatch: pytest.Monk
     os.pwrite(partial.descriptor, b"x" * 4 * MIB, 0)
     partial.close(keep=True)
     limited = Cache(cache.paths, 5 * MIB)
-    with limited.pinned(str(ENTRY)), pytest.raises(StorageError, match="has room for"):
+    with limited.pins.pinned(str(ENTRY)), pytest.raises(StorageError, match="has room for"):
         asyncio.run(limited.room.reserve(4 * MIB))
     asyncio.run(limited.room.reserve(4 * MIB))
     assert not partial.location.parent.exists()

@@ -154,16 +154,16 @@ def test_nobody_waits_for_a_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         touched.append(path)
         assert go.wait(10)
 
-    monkeypatch.setattr("flare.agent.cache.os.utime", utime)
+    monkeypatch.setattr("flare.agent.pins.os.utime", utime)
     name = str(Entry(EXPORT, 1000))
-    with cache.pinned(name), cache.pinned(name):
+    with cache.pins.pinned(name), cache.pins.pinned(name):
         wait_for(lambda: bool(touched))
-        cache.pin("another")
+        cache.pins.pin("another")
         wait_for(lambda: len(touched) == 2)
         assert touched == [cache.paths.cores / name, cache.paths.cores / "another"]
         go.set()
     wait_for(lambda: len(touched) == 4)
-    with cache.pinned(name):
+    with cache.pins.pinned(name):
         wait_for(lambda: len(touched) == 6)
 
 

@@ -17,6 +17,7 @@ from flare.errors import (
 )
 from flare.orbit.distribution import Delivered, distribute, raise_failures, report_delivered
 from flare.orbit.fabric import Way
+from flare.orbit.pins import Pins
 from flare.orbit.push import Delivery, PushPlan, PushRequest
 from flare.orbit.resolve import resolve_local
 from flare.orbit.staging import Staging, stage_core
@@ -134,9 +135,10 @@ def test_only_what_moved_counts_as_moved(tmp_path: Path) -> None:
             staging = Staging(
                 plan.core, [node], SignedRecord("{}", b"", b""), plan.publisher, streams=2, cache_free=1 << 40
             )
-            await stage_core(client, staging, spawner)
-            there.discard("tiny.safetensors")
-            await stage_core(client, staging, spawner)
+            async with Pins(client) as pins:
+                await stage_core(client, staging, spawner, pins)
+                there.discard("tiny.safetensors")
+                await stage_core(client, staging, spawner, pins)
         assert reporter.said[0].startswith(f"maxwell got {size:,} bytes in ")
         assert reporter.said[1] == "maxwell has the complete core in its cache already."
         assert reporter.notes[1] == "maxwell got the core from another command meanwhile."

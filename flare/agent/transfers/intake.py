@@ -103,7 +103,7 @@ class Intake:
                 the directory, unless somebody else has files there: then those that came whole stay, too.
         """
         began = time.monotonic()
-        with self._cache.pinned(str(self._order.entry)):
+        with self._cache.pins.pinned(str(self._order.entry)):
             try:
                 try:
                     await self._carry_out()

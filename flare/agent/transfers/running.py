@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from flare.agent.cache import Cache
 from flare.agent.waiting import settled
 from flare.errors import BusyError
 from flare.session import Session
@@ -73,19 +72,6 @@ class Transfers:
         self.signers: WeakKeyDictionary[Session, bytes] = WeakKeyDictionary()
         self._running: dict[str, _Running] = {}
         self._launches: dict[str, set[asyncio.Event]] = {}
-        self._held: WeakKeyDictionary[Session, dict[str, Callable[[str], None]]] = WeakKeyDictionary()
-
-    def hold(self, session: Session, cache: Cache, name: str) -> None:
-        """Keep a core directory from being evicted for as long as a session lasts that fetched from it."""
-        held = self._held.setdefault(session, {})
-        if name not in held:
-            cache.pin(name)
-            held[name] = cache.unpin
-
-    def let_go(self, session: Session) -> None:
-        """Let go of what a session, which has ended, fetched from."""
-        for name, unpin in self._held.pop(session, {}).items():
-            unpin(name)
 
     @contextlib.contextmanager
     def of_launch(self, launch: str) -> Iterator[asyncio.Event]:

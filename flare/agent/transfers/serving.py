@@ -139,7 +139,7 @@ async def _send(
     node.check_workers()
     with contextlib.ExitStack() as held:
         if copy.entry is not None:
-            node.transfers.hold(session, node.cache, str(copy.entry))
+            node.cache.pins.pin_for(session, str(copy.entry), in_use=True)
         held.enter_context(shared_lock(copy.folder))
         # In a thread: a part's marker may have a million ranges.
         await asyncio.to_thread(copy.check_has, grant.package, file, ranges)

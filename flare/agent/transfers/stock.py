@@ -149,5 +149,5 @@ class Stock:
 
     def borrow(self, lender: Entry, path: str) -> Place:
         """Return where a lender has a file; it stays until `close`."""
-        self._held.enter_context(self._cache.pinned(str(lender)))
+        self._held.enter_context(self._cache.pins.pinned(str(lender)))
         return self._cache.place("core", f"{lender}/{path}")
