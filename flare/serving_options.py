@@ -36,6 +36,7 @@ MAX_THREADS: Final = 1024
 """More than any machine that serves has; llama.cpp itself refuses more than 512."""
 MAX_MEMORY: Final = 2**53 - 1
 """Bytes; the largest integer that every JSON reader keeps exact."""
+MAX_PORT: Final = 0xFFFF
 MAX_DRAIN_TIMEOUT: Final = 86_400
 """One day: longer would mean never."""
 
@@ -238,7 +239,7 @@ def _with_option(options: ServingOptions, name: str, value: str) -> ServingOptio
                 raise UsageError(f"--host takes an address or a host name, not {printable(value)!r}.")
             return replace(options, host=value.strip("[]"))
         case "--port":
-            return replace(options, port=_number(name, value, 0, 65535))
+            return replace(options, port=_port(name, value))
         case "--max-concurrency":
             return replace(options, max_concurrency=_number(name, value, 1, MAX_CONCURRENCY))
         case "--context-length":
@@ -274,6 +275,15 @@ def _number(name: str, text: str, smallest: int, largest: int) -> int:
     if not re.fullmatch(r"[0-9]{1,16}", text) or not smallest <= int(text) <= largest:
         raise UsageError(
             f"{name} takes a whole number from {smallest} to {largest}, not {printable(text)!r}."
+        )
+    return int(text)
+
+
+def _port(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > MAX_PORT:
+        raise UsageError(
+            f"{name} takes a whole number from 1 to {MAX_PORT}, or with `flare run` 0 for one that the "
+            f"system chooses, not {printable(text)!r}."
         )
     return int(text)
 

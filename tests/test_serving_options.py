@@ -65,7 +65,7 @@ def test_later_words_win_and_engine_words_add_up() -> None:
         (["--evil\x1b"], "--evil\\\\x1b is no serving option"),
         (["--port"], "--port needs a value"),
         (["--verify-weights=yes"], "takes no value"),
-        (["--port", "x"], "whole number from 0 to 65535"),
+        (["--port", "x"], "from 1 to 65535, or with `flare run` 0 for one that the system chooses, not 'x'"),
         (["--port", "65536"], "whole number"),
         (["--port", "-1"], "whole number"),
         (["--max-concurrency", "0"], "whole number from 1 to 4096"),

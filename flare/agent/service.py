@@ -83,7 +83,7 @@ def run_agent(paths: Paths, options: AgentOptions) -> None:
 
 
 def parse_listen(text: str) -> SocketAddress:
-    """Return host and port of a listening address; unlike a peer's it may have the port 0.
+    """Return host and port of a listening address; with the port 0 the system chooses one.
 
     A number alone is a port, on every address.
 
@@ -94,10 +94,7 @@ def parse_listen(text: str) -> SocketAddress:
         text = f":{text}"
     if text.startswith(":") and text.count(":") == 1:
         text = f"[::]{text}"
-    bare, _, port = text.rpartition(":")
-    if bare and port == "0" and (bare.endswith("]") or ":" not in bare):
-        return parse_address(bare)[0], 0
-    return parse_address(text, DEFAULT_PORT)
+    return parse_address(text, DEFAULT_PORT, bound=True)
 
 
 def default_name() -> str:

@@ -144,7 +144,7 @@ def check_streams(streams: int | None) -> None:
         UsageError: it is not from 1 to 64.
     """
     if streams is not None and not 1 <= streams <= MAX_STREAMS:
-        raise UsageError(f"--transfer-streams takes a number from 1 to {MAX_STREAMS}.")
+        raise UsageError(f"--transfer-streams takes a whole number from 1 to {MAX_STREAMS}, not {streams}.")
 
 
 def check_cabling(*, ring: bool, chain: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from typing import Any
 
@@ -13,12 +14,13 @@ SocketAddress = tuple[str, int]
 """Host and port; an IPv4 address that an IPv6 socket gave is written as IPv4."""
 
 
-def parse_address(text: str, default_port: int = DEFAULT_PORT) -> SocketAddress:
+def parse_address(text: str, default_port: int = DEFAULT_PORT, *, bound: bool = False) -> SocketAddress:
     """Return the host and port of "host", "host:port", "[address]:port" or a bare IPv6 address.
 
     Args:
         text: as an operator or orbit.toml wrote it.
         default_port: where the text names none.
+        bound: it is to be bound here, where 0 stands for a port that the system chooses.
 
     Raises:
         UsageError: it is no address.
@@ -39,8 +41,10 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> SocketAddress:
         raise UsageError(f'"{text[:80]}" is no address: write HOST or HOST:PORT.')
     if not port_text:
         return host, default_port
-    if not (port_text.isascii() and port_text.isdigit()) or not 1 <= int(port_text[:6]) <= 0xFFFF:
-        raise UsageError(f'"{text[:80]}" is no address: a port is a number from 1 to 65535.')
+    smallest = 0 if bound else 1
+    if not re.fullmatch("[0-9]{1,5}", port_text) or not smallest <= int(port_text) <= 0xFFFF:
+        or_zero = ", or 0 for one that the system chooses" if bound else ""
+        raise UsageError(f'"{text[:80]}" is no address: a port is a whole number from 1 to 65535{or_zero}.')
     return host, int(port_text)
 
 

@@ -42,8 +42,10 @@ def test_listening_addresses(text: str, expected: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a b", "host:", "host:x", "[::1", "host:70000", "70000"])
 def test_what_is_no_listening_address(text: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         parse_listen(text)
+    if "70000" in text:
+        assert "from 1 to 65535, or 0 for one that the system chooses" in caught.value.message
 
 
 @pytest.mark.parametrize(

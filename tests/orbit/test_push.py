@@ -357,7 +357,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(orbit: Lab, tmp_path:
     refused(2, "--to takes node names", ",")
     refused(2, "twice", "maxwell,maxwell")
     refused(11, "not paired", "maxwell,nobody")
-    refused(2, "a number from 1 to 64", "maxwell", "--transfer-streams", "65")
+    refused(2, "a whole number from 1 to 64, not 65", "maxwell", "--transfer-streams", "65")
     refused(2, "both say how the nodes are cabled", "maxwell", "--roce-ring", "--roce-chain")
     refused(2, "this core has 3 ranks, and --to names 2 nodes", "maxwell,hertz", "--roce-ring")
     single = write_core(tmp_path / "single", {"model/a": b"a"}, ranks=1, layout="single_host")

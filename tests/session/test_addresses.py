@@ -39,15 +39,16 @@ def test_another_default_port() -> None:
         (":29900", "write HOST or HOST:PORT"),
         ("a b", "write HOST or HOST:PORT"),
         ("user@host", "write HOST or HOST:PORT"),
-        ("http://host", "a port is a number|write HOST"),
+        ("http://host", "a port is a whole number|write HOST"),
         ("x" * 254, "write HOST or HOST:PORT"),
         ("host:", "a port is missing"),
         ("[::1]:", "a port is missing"),
-        ("host:0", "a port is a number from 1 to 65535"),
-        ("host:65536", "a port is a number from 1 to 65535"),
-        ("host:12x", "a port is a number from 1 to 65535"),
-        ("host:" + "9" * 5000, "a port is a number from 1 to 65535"),
-        ("host:١", "a port is a number from 1 to 65535"),
+        ("host:0", "a port is a whole number from 1 to 65535\\.$"),
+        ("host:65536", "a port is a whole number from 1 to 65535\\.$"),
+        ("host:12x", "a port is a whole number from 1 to 65535\\.$"),
+        ("host:00000199999", "a port is a whole number from 1 to 65535\\.$"),
+        ("host:" + "9" * 5000, "a port is a whole number from 1 to 65535\\.$"),
+        ("host:١", "a port is a whole number from 1 to 65535\\.$"),
         ("[::1", "for IPv6"),
         ("[::1]x", "for IPv6"),
         ("[]:1", "write HOST"),
@@ -56,6 +57,13 @@ def test_another_default_port() -> None:
 def test_what_is_no_address(text: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         parse_address(text)
+
+
+@pytest.mark.parametrize(("text", "port"), [("host:0", 0), ("[::1]:0", 0), ("host:65535", 65535)])
+def test_a_port_to_bind_may_be_the_systems_choice(text: str, port: int) -> None:
+    assert parse_address(text, bound=True)[1] == port
+    with pytest.raises(UsageError, match=r"from 1 to 65535, or 0 for one that the system chooses\.$"):
+        parse_address("host:65536", bound=True)
 
 
 def test_what_sockets_give() -> None:
