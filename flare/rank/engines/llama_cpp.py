@@ -35,6 +35,8 @@ _NOISE = (
     "llama_server: -----",
     "--mmap",
     "DEPRECATED",
+    # The answer to the empty object that asks for /v1/responses at each start; a client hears it anyway.
+    """got exception: {"error":{"code":400,"message":"'input' is required",""",
 )
 _HOLDING = re.compile(
     r"(?P<device>[A-Za-z_]+\d*)(?:\[[^\]]*:(?P<port>\d+)\])? (?P<what>model|KV) buffer size = +"
