@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,10 @@ from flare.paths import Paths
 
 SPARE_BYTES = 256 * 1024 * 1024  # left free on the disk: a full file system breaks more than a transfer
 STAT_BLOCK = 512  # bytes; what st_blocks counts in
+PIECE = 4096  # bytes; what file systems give out at a time, so that a file of one byte takes as many
+# Seconds that a look at the whole cache is gone by. The next one sees what nobody kept room for, such as
+# markers, and what people put there.
+SUMS_HOLD = 60.0
 
 logger = logging.getLogger("flare.agent")
 
@@ -131,6 +136,8 @@ class Room:
         self._reservations: set[Reservation] = set()
         self._pins = pins
         self._deciding = asyncio.Lock()
+        self._left = 0  # bytes below the limit at the last look, less all that was reserved since
+        self._left_until = 0.0
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -198,13 +205,14 @@ class Room:
 
     # -- making ----------------------------------------------------------------------------------
 
-    async def reserve(self, size: int) -> Reservation:
+    async def reserve(self, size: int, files: int = 1) -> Reservation:
         """Keep room for bytes that are to come; evict for it what nobody uses, as much as it takes.
 
         Nothing is evicted when that would not be enough.
 
         Args:
             size: bytes.
+            files: in how many files they are.
 
         Returns:
             The reservation; it ends with its `with` block, or with `release`.
@@ -213,19 +221,27 @@ class Room:
             StorageError: they do not fit; the message says how much does, and why.
         """
         async with self._deciding:  # two at once must not count on the same bytes
-            await self._make(size)
+            on_disk = size + files * PIECE  # at most
+            await self._make(size, on_disk)
+            # For good, whether it comes or not: until the next look nobody counts what came.
+            self._left -= on_disk
             reservation = Reservation(size, _holder=self._reservations)
             self._reservations.add(reservation)
             return reservation
 
-    async def _make(self, missing: int) -> None:
-        if self._limit is None:  # most caches: then nothing needs to be counted as long as the disk has room
+    async def _make(self, missing: int, on_disk: int) -> None:
+        # Looking at the whole cache takes long, and an upload may have thousands of files. So nothing is
+        # counted as long as the disk has room, and the limit is far.
+        if self._limit is None or (on_disk <= self._left and time.monotonic() < self._left_until):
             free = await ask_disk(self._disk_free)
             if max(free - self._promised(), 0) >= missing:
                 return
         checked = False
         while True:
             usage = await self.usage()
+            if self._limit is not None:
+                self._left = self._limit - usage.used - usage.promised
+                self._left_until = time.monotonic() + SUMS_HOLD
             if max(self._free(usage), 0) >= missing:
                 return
             if not checked and self._most(usage) < missing:

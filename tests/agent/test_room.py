@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
+import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +177,120 @@ def test_what_needs_nothing_fits_on_a_full_disk(tmp_path: Path, monkeypatch: pyt
     assert available(cache) == MIB
     reserve(cache, 0)
     assert stored.exists()
+
+
+# One look for many files
+
+
+def counted_looks(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with every look at the whole cache."""
+    looks: list[int] = []
+    look = cache.room._look
+
+    def counting(*arguments: Any) -> Any:
+        looks.append(1)
+        return look(*arguments)
+
+    monkeypatch.setattr(cache.room, "_look", counting)
+    return looks
+
+
+async def bring(cache: Cache, name: str, size: int, comes: int | None = None) -> None:
+    """Receive a file as uploads do; `comes` bytes of it and then no more, if that is given."""
+    place = cache.place("core", f"{NEW}/{name}")
+    arrived = cache.new_arrival()
+    with await cache.room.reserve(size) as room:
+        descriptor = os.open(arrived, os.O_RDWR | os.O_CREAT)
+        try:
+            os.truncate(descriptor, size)
+            with room.filling(descriptor, size):
+                for offset in range(0, size if comes is None else comes, MIB // 4):
+                    length = min(MIB // 4, size - offset)
+                    os.pwrite(descriptor, os.urandom(length), offset)
+                    os.fsync(descriptor)
+                    await asyncio.sleep(0)
+                if comes is None:
+                    cache.publish(arrived, place, sync=False)
+                else:
+                    arrived.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def test_many_files_take_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = a_cache(tmp_path, 64 * MIB)
+    old = store(cache, OLD, "x", 2 * MIB, age=9)
+    looks = counted_looks(cache, monkeypatch)
+
+    async def scenario() -> None:
+        for number in range(100):
+            await bring(cache, f"x{number}", 1000)
+        assert len(looks) == 1
+        with cache.pins.pinned(str(NEW)), pytest.raises(StorageError, match="has room for"):
+            await cache.room.reserve(64 * MIB)  # nobody is refused without a look
+        assert len(looks) == 2
+        with cache.pins.pinned(str(NEW)):
+            (await cache.room.reserve(63 * MIB)).release()
+        assert not old.exists()
+        monkeypatch.setattr(module, "SUMS_HOLD", 0.0)  # from the next look on
+        (await cache.room.reserve(5 * MIB)).release()
+        count = len(looks)
+        for number in range(3):
+            await bring(cache, f"later{number}", 1000)
+        assert len(looks) == count + 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrivals_at_once_never_overrun_the_limit(tmp_path: Path, seed: int) -> None:
+    """Whatever comes whole, in part or not at all: what is there and what is promised fit."""
+    cache = a_cache(tmp_path, 6 * MIB)
+    chance = random.Random(seed)
+    store(cache, OLD, "x", MIB, age=9)
+    fitted = refused = 0
+
+    async def one(number: int) -> None:
+        nonlocal fitted, refused
+        await asyncio.sleep(chance.random() / 20)
+        size = chance.choice((1, 5000, MIB // 3, MIB, 2 * MIB))
+        comes = chance.choice((None, None, 0, size // 2))
+        try:
+            await bring(cache, f"x{number}", size, comes)
+            fitted += 1
+        except StorageError:
+            refused += 1
+
+    async def watch() -> None:
+        while True:
+            usage = await cache.room.usage()
+            assert usage.used <= 6 * MIB
+            await asyncio.sleep(0.002)
+
+    async def scenario() -> None:
+        with cache.pins.pinned(str(NEW)):
+            watching = asyncio.create_task(watch())
+            await asyncio.gather(*(one(number) for number in range(40)))
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+            assert (await cache.room.usage()).promised == 0
+
+    asyncio.run(scenario())
+    assert fitted > 5
+    assert refused > 5
+
+
+def test_small_files_count_as_what_they_take(tmp_path: Path) -> None:
+    cache = a_cache(tmp_path, MIB)
+
+    async def scenario() -> None:
+        with cache.pins.pinned(str(NEW)):
+            for number in range(300):
+                try:
+                    await bring(cache, f"x{number}", 1)
+                except StorageError:
+                    break
+            assert (await cache.room.usage()).used <= MIB
+
+    asyncio.run(scenario())

@@ -332,7 +332,7 @@ class Intake:
                 )
             needed += wanted.difference(kept).total
             room += file.wanted.difference(kept).total
-        reservation = await self._cache.room.reserve(room)
+        reservation = await self._cache.room.reserve(room, files=len(missing))
         self._progress.total = self._progress.transferred + needed
         return reservation
 
