@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from tests.agent.transfer_world import (
     Push,
     asking,
     fabric_of,
+    midway,
     nothing_left,
     random_bytes,
     start,
@@ -347,10 +348,8 @@ def test_a_controller_that_leaves(pair: tuple[Agent, Agent], controller: Peer, t
     push = a_push(pair, controller, tmp_path, 32 * MIB)
 
     async def scenario() -> None:
-        async with Gate(source, limit=8 * MIB) as gate:
-            push.through = gate.address
-            async with asking(push, destination):
-                await gate.at_limit.wait()
+        async with midway(push, destination) as (gate, session):
+            await session.close()
             await until(lambda: not busy_workers(destination) and not busy_workers(source))
             await asyncio.to_thread(nothing_left, destination, soon=True)
             gate.open()
@@ -361,41 +360,33 @@ def test_a_controller_that_leaves(pair: tuple[Agent, Agent], controller: Peer, t
 
 
 def test_one_of_two_that_wait_leaves(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
-    source, destination = pair
+    _, destination = pair
     push = a_push(pair, controller, tmp_path, 32 * MIB)
 
     async def scenario() -> None:
-        async with Gate(source, limit=8 * MIB) as gate:
-            push.through = gate.address
-            async with contextlib.AsyncExitStack() as stack:
-                first = await stack.enter_async_context(asking(push, destination))
-                await gate.at_limit.wait()
-                async with asking(push, destination) as second:
-                    await second.receive(TransferProgress, timeout=60)  # it has joined
-                    port = first.local_address[1]
-                    await stack.aclose()
-                    await until(lambda: port not in connected_ports(destination))
-                    gate.open()
-                    assert (await outcome(second)).verified
+        async with midway(push, destination) as (gate, first), asking(push, destination) as second:
+            await second.receive(TransferProgress, timeout=60)  # it has joined
+            port = first.local_address[1]
+            await first.close()
+            await until(lambda: port not in connected_ports(destination))
+            gate.open()
+            assert (await outcome(second)).verified
 
     drive(scenario())
     push.same(destination)
 
 
 def test_a_launch_that_is_stopped(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
-    source, destination = pair
+    _, destination = pair
     push = a_push(pair, controller, tmp_path, 32 * MIB)
 
     async def scenario() -> None:
-        async with Gate(source, limit=8 * MIB) as gate:
-            push.through = gate.address
-            async with asking(push, destination) as session:
-                await gate.at_limit.wait()
-                with pytest.raises(NotFoundError):
-                    await controller.ask(destination, Stop(LAUNCH))
-                with pytest.raises(ConflictError, match="was stopped while its bytes came"):
-                    await outcome(session)
-                await asyncio.to_thread(nothing_left, destination)  # before the answer, as after any failure
+        async with midway(push, destination) as (gate, session):
+            with pytest.raises(NotFoundError):
+                await controller.ask(destination, Stop(LAUNCH))
+            with pytest.raises(ConflictError, match="was stopped while its bytes came"):
+                await outcome(session)
+            await asyncio.to_thread(nothing_left, destination)  # before the answer, as after any failure
             with pytest.raises(ConflictError, match="was stopped on this node already"):
                 await push.ask(destination)
             gate.open()
@@ -409,50 +400,52 @@ def test_a_launch_that_is_stopped(pair: tuple[Agent, Agent], controller: Peer, t
 def test_another_launch_that_waits_for_the_same_bytes_gets_them(
     pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
 ) -> None:
-    source, destination = pair
+    _, destination = pair
     push = a_push(pair, controller, tmp_path, 32 * MIB)
 
     async def scenario() -> None:
-        async with Gate(source, limit=8 * MIB) as gate:
-            push.through = gate.address
-            async with asking(push, destination) as first:
-                await gate.at_limit.wait()
-                push.grant = replace(push.grant, launch="push-20261130T120000Z-0002")
-                async with asking(push, destination) as second:
-                    await second.receive(TransferProgress, timeout=60)  # it has joined
-                    with pytest.raises(NotFoundError):
-                        await controller.ask(destination, Stop(LAUNCH))
-                    with pytest.raises(ConflictError, match="was stopped while its bytes came"):
-                        await outcome(first)
-                    gate.open()
-                    assert (await outcome(second)).verified
+        async with midway(push, destination) as (gate, first):
+            push.grant = replace(push.grant, launch="push-20261130T120000Z-0002")
+            async with asking(push, destination) as second:
+                await second.receive(TransferProgress, timeout=60)  # it has joined
+                with pytest.raises(NotFoundError):
+                    await controller.ask(destination, Stop(LAUNCH))
+                with pytest.raises(ConflictError, match="was stopped while its bytes came"):
+                    await outcome(first)
+                gate.open()
+                assert (await outcome(second)).verified
 
     drive(scenario())
     push.same(destination)
 
 
-def test_a_controller_that_is_removed(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
-    source, destination = pair
+@contextlib.asynccontextmanager
+async def of_a_laptop(
+    pair: tuple[Agent, Agent], controller: Peer, folder: Path
+) -> AsyncIterator[tuple[Gate, Session, Controllers]]:
+    """A transfer of a second controller, midway, and what tells an agent that this one was removed."""
     laptop = Peer(2, "laptop")
     both = controller.controllers.with_added(controller.identity, "laptop", laptop.key)
     alone = both.with_removed(controller.identity, "laptop")
-    push = a_push(pair, laptop, tmp_path, 32 * MIB)
+    for agent in pair:
+        await controller.ask(agent, Controllers(both.after(1)))
+    async with midway(a_push(pair, laptop, folder, 32 * MIB), pair[1]) as (gate, session):
+        yield gate, session, Controllers(alone.after(2))
+
+
+def test_a_controller_that_is_removed(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
+    source, destination = pair
 
     async def scenario() -> None:
-        for agent in pair:
-            await controller.ask(agent, Controllers(both.after(1)))
-        async with Gate(source, limit=8 * MIB) as gate:
-            push.through = gate.address
-            async with asking(push, destination) as session:
-                await gate.at_limit.wait()
-                # The source alone hears it first: what the removed key allowed ends there.
-                await controller.ask(source, Controllers(alone.after(2)))
-                await until(lambda: not busy_workers(source))
-                gate.open()
-                with pytest.raises((TransferError, UnreachableError), match="Stream"):
-                    await outcome(session)
+        async with of_a_laptop(pair, controller, tmp_path) as (gate, session, removed):
+            # The source alone hears it first: what the removed key allowed ends there.
+            await controller.ask(source, removed)
+            await until(lambda: not busy_workers(source))
+            gate.open()
+            with pytest.raises((TransferError, UnreachableError), match="Stream"):
+                await outcome(session)
         nothing_left(destination)
-        await controller.ask(source, Controllers(alone.after(2)))
+        await controller.ask(source, removed)
 
     drive(scenario())
 
@@ -460,22 +453,13 @@ def test_a_controller_that_is_removed(pair: tuple[Agent, Agent], controller: Pee
 def test_a_removed_controllers_transfer_ends(
     pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path
 ) -> None:
-    source, destination = pair
-    laptop = Peer(2, "laptop")
-    both = controller.controllers.with_added(controller.identity, "laptop", laptop.key)
-    alone = both.with_removed(controller.identity, "laptop")
-    push = a_push(pair, laptop, tmp_path, 32 * MIB)
+    _, destination = pair
 
     async def scenario() -> None:
-        for agent in pair:
-            await controller.ask(agent, Controllers(both.after(1)))
-        async with Gate(source, limit=8 * MIB) as gate:
-            push.through = gate.address
-            async with asking(push, destination) as session:
-                await gate.at_limit.wait()
-                await controller.ask(destination, Controllers(alone.after(2)))
-                with pytest.raises(UnreachableError):
-                    await outcome(session)
+        async with of_a_laptop(pair, controller, tmp_path) as (_, session, removed):
+            await controller.ask(destination, removed)
+            with pytest.raises(UnreachableError):
+                await outcome(session)
             await until(lambda: not busy_workers(destination))
 
     drive(scenario())
@@ -483,17 +467,14 @@ def test_a_removed_controllers_transfer_ends(
 
 
 def test_the_agent_stops_in_the_middle(pair: tuple[Agent, Agent], controller: Peer, tmp_path: Path) -> None:
-    source, destination = pair
+    _, destination = pair
     push = a_push(pair, controller, tmp_path, 32 * MIB)
 
     async def scenario() -> None:
-        async with Gate(source, limit=8 * MIB) as gate:
-            push.through = gate.address
-            async with asking(push, destination) as session:
-                await gate.at_limit.wait()
-                assert await asyncio.to_thread(destination.stop) == 0
-                with pytest.raises(UnreachableError):
-                    await outcome(session)
+        async with midway(push, destination) as (_, session):
+            assert await asyncio.to_thread(destination.stop) == 0
+            with pytest.raises(UnreachableError):
+                await outcome(session)
 
     drive(scenario())
     nothing_left(destination)
@@ -527,16 +508,11 @@ def test_the_disk_fills_in_the_middle(
         push = a_push((source, destination), controller, tmp_path, 32 * MIB)
 
         async def scenario() -> None:
-            async with Gate(source, limit=8 * MIB) as gate:
-                push.through = gate.address
-                async with asking(push, destination) as session:
-                    await gate.at_limit.wait()
-                    fill(cache / "somebody-elses")
-                    gate.open()
-                    with pytest.raises(
-                        StorageError, match=r"Stream .* bytes of the whole transfer are still"
-                    ):
-                        await outcome(session)
+            async with midway(push, destination) as (gate, session):
+                fill(cache / "somebody-elses")
+                gate.open()
+                with pytest.raises(StorageError, match=r"Stream .* bytes of the whole transfer are still"):
+                    await outcome(session)
 
         drive(scenario())
         nothing_left(destination)

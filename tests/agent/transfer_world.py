@@ -303,6 +303,16 @@ async def asking(push: Push, agent: Agent, rank: int | None = None, **changes: A
         yield session
 
 
+@contextlib.asynccontextmanager
+async def midway(push: Push, agent: Agent, limit: int = 8 * MIB) -> AsyncIterator[tuple[Gate, Session]]:
+    """Send a TRANSFER and let the block go on when its bytes wait at the source's gate."""
+    async with Gate(push.source, limit=limit) as gate:
+        push.through = gate.address
+        async with asking(push, agent) as session:
+            await gate.at_limit.wait()
+            yield gate, session
+
+
 async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
