@@ -228,7 +228,7 @@ class Arrivals:
                 return None
             replacing = publisher
             assert place.entry is not None, "only cores have publishers"
-            self._cache.check_idle(place.entry, self._pins_of(place))
+            await self._cache.check_idle(place.entry, self._pins_of(place))
         elif self._cache.size_of(place) is not None:
             raise ConflictError(
                 f"The cache holds a file named {place.path} with another size. Remove that core there first."

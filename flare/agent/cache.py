@@ -16,6 +16,7 @@ and a primary by one that another publisher signed over the same index.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -29,13 +30,14 @@ from pathlib import Path
 from flare.agent.folders import (
     check_file_path,
     is_locked,
+    kept_from_ranks,
     open_below,
     parent_of,
     stat_below,
 )
 from flare.agent.pins import Pins
 from flare.agent.room import Room
-from flare.agent.waiting import in_thread
+from flare.agent.waiting import ask_disk, in_thread
 from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
     BusyError,
@@ -123,6 +125,13 @@ class Place:
         return 0o555 if self.kind == "executable" else 0o444
 
 
+def _used_meanwhile(entry: Entry) -> BusyError:
+    return BusyError(
+        f"{entry} in this node's cache is the same model signed by another publisher, and a group or "
+        "a transfer uses it. Stop that, then try again."
+    )
+
+
 class Cache:
     """The cache below one folder.
 
@@ -141,6 +150,7 @@ class Cache:
         self.resuming = paths.cache / "resuming"
         self.pins = Pins((paths.cores, paths.executables))
         self.room = Room(paths, limit, self.arriving, self.resuming, self.pins)
+        self._exchanges: list[tuple[Entry, asyncio.Event]] = []
 
     def prepare(self) -> None:
         """Make the folders, and remove what a killed agent left half received.
@@ -347,7 +357,7 @@ class Cache:
         if self.size_of(place) != size:
             raise ConflictError(f"The cache holds another file named {place.path}. Remove it there first.")
 
-    def check_idle(self, entry: Entry, own_pins: int) -> None:
+    async def check_idle(self, entry: Entry, own_pins: int) -> None:
         """Refuse to exchange a core's primary while somebody else reads the core.
 
         Args:
@@ -357,11 +367,8 @@ class Cache:
         Raises:
             BusyError: a group or a transfer uses it.
         """
-        if self.in_use(self.entry_folder(entry), own_pins):
-            raise BusyError(
-                f"{entry} in this node's cache is the same model signed by another publisher, and a group or "
-                "a transfer uses it. Stop that, then try again."
-            )
+        if self.pins.in_use(str(entry)) > own_pins or await ask_disk(is_locked, self.entry_folder(entry)):
+            raise _used_meanwhile(entry)
 
     async def replace(self, arrived: Path, place: Place, *, own_pins: int | None = None) -> None:
         """Put a received file in the place of a published one.
@@ -377,18 +384,41 @@ class Cache:
             BusyError: a rank serves from that core directory, or somebody else uses it.
             StorageError: it cannot be renamed.
         """
-        # Looking and renaming happen without an await, so that no pin can come in between.
-        if own_pins is not None:
-            assert place.entry is not None, "only cores have publishers"
-            self.check_idle(place.entry, own_pins)
-        if is_locked(place.folder):
-            raise BusyError(f"A rank serves from {place.folder.name}. Stop it, then try again.")
-        self.begin_writing(place)
+        if own_pins is None:
+            rank = BusyError(f"A rank serves from {place.folder.name}. Stop it, then try again.")
+            return await in_thread(self._replace, arrived, place, rank)
+        assert place.entry is not None, "only cores have publishers"
+        # Who pins it after this look is told that it is exchanged.
+        if self.pins.in_use(str(place.entry)) > own_pins:
+            raise _used_meanwhile(place.entry)
+        exchange = (place.entry, asyncio.Event())
+        self._exchanges.append(exchange)
         try:
-            arrived.chmod(place.mode)
+            await in_thread(self._replace, arrived, place, _used_meanwhile(place.entry))
+        finally:
+            self._exchanges.remove(exchange)
+            exchange[1].set()
+
+    def is_exchanged(self, entry: Entry) -> bool:
+        """Tell whether a core's primary is being exchanged. Pin it first: then no other exchange begins."""
+        return any(each == entry for each, _ in self._exchanges)
+
+    async def exchanged(self, entry: Entry) -> None:
+        """Wait until `is_exchanged` is no longer so."""
+        for each, over in tuple(self._exchanges):
+            if each == entry:
+                await over.wait()
+
+    def _replace(self, arrived: Path, place: Place, refusal: BusyError) -> None:
+        try:
             with parent_of(place.folder, place.path) as (descriptor, name):
-                os.replace(arrived, name, dst_dir_fd=descriptor)
-                await in_thread(os.fsync, descriptor)
+                with kept_from_ranks(place.folder) as free:
+                    if not free:
+                        raise refusal
+                    self.begin_writing(place)
+                    arrived.chmod(place.mode)
+                    os.replace(arrived, name, dst_dir_fd=descriptor)
+                os.fsync(descriptor)
         except OSError as problem:
             raise describe_os_error(problem, "Cannot publish") from None
 

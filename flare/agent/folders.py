@@ -86,17 +86,32 @@ def is_locked(path: Path) -> bool:
 
     A rank that locks it after this look finds that its path is another folder, or none, and starts over.
     """
+    with kept_from_ranks(path) as free:
+        return not free
+
+
+@contextlib.contextmanager
+def kept_from_ranks(path: Path) -> Iterator[bool]:
+    """Hold a core directory's lock alone for the length of a block, so that no rank begins to read there.
+
+    Yields:
+        Whether it could be had; False: a rank has it, or a FETCH.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return False  # gone, or a link that is not ours
+        yield True  # gone, or a link that is not ours
+        return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            free = False
+        else:
+            free = True
+        yield free
     finally:
         os.close(descriptor)
-    return False
 
 
 def delete(path: Path) -> None:

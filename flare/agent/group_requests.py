@@ -161,6 +161,7 @@ async def _complete_core(node: Node, package: Package, pins: contextlib.ExitStac
     else:
         entry = Entry(package.export, package.length)
         pins.enter_context(node.cache.pins.pinned(str(entry)))
+        await node.cache.exchanged(entry)
         path = node.cache.entry_folder(entry) / package.files[0]
         for name in package.files:
             if node.cache.size_of(node.cache.place("core", f"{entry}/{name}")) is None:

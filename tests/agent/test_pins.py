@@ -55,7 +55,7 @@ def test_what_is_only_wanted_is_not_evicted_but_can_be_replaced_and_removed(cach
     with pytest.raises(StorageError, match="has room for 0 bytes, but 1048576 are needed"):
         asyncio.run(cache.room.reserve(MIB))
     assert not cache.in_use(folder)
-    cache.check_idle(OLD, own_pins=0)
+    asyncio.run(cache.check_idle(OLD, own_pins=0))
     assert cache.take_damaged(folder, None) is not None
     cache.pins.let_go(session)
     cache.pins.let_go(session)  # it had nothing any more

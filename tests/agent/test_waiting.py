@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flare.agent import looking, waiting
-from flare.agent.cache import Cache, Entry
+from flare.agent import group_requests, looking, waiting
+from flare.agent.cache import Cache, Entry, Place
 from flare.agent.driver import ask_driver
+from flare.agent.inventory import Signed
 from flare.agent.looking import CacheLook
+from flare.agent.transfers import serving
+from flare.agent.transfers.holding import Copy, shared_lock
 from flare.agent.waiting import (
     Threads,
     ask_disk,
@@ -23,6 +29,7 @@ from flare.agent.waiting import (
     made_in_other_thread,
     made_in_thread,
 )
+from flare.errors import BusyError
 from flare.paths import Paths
 from tests.agent.world import EXPORT, drive, wait_for
 
@@ -201,3 +208,85 @@ def test_status_tells_what_it_saw_last(
         go.set()
 
     drive(scenario())
+
+
+class HungRename:
+    """An os.replace that takes until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.begun = threading.Event(), threading.Event()
+        self._replace = os.replace
+        monkeypatch.setattr(os, "replace", self.replace)
+
+    def replace(self, *arguments: Any, **options: Any) -> None:
+        self.begun.set()
+        assert threading.current_thread() is not threading.main_thread(), "the loop waits for the disk"
+        assert self.go.wait(10)
+        self._replace(*arguments, **options)
+
+
+def a_primary(cache: Cache, entry: Entry) -> tuple[Place, Path]:
+    """Publish a primary and let another one arrive."""
+    place = cache.place("core", f"{entry}/core.safetensors")
+    arrived = cache.new_arrival()
+    arrived.write_bytes(b"first")
+    cache.publish(arrived, place)
+    arrived.write_bytes(b"other")
+    return place, arrived
+
+
+def test_a_file_is_replaced_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, entry = a_cache(tmp_path), Entry(EXPORT, 5)
+    place, arrived = a_primary(cache, entry)
+    disk = HungRename(monkeypatch)
+    node: Any = SimpleNamespace(cache=cache, check_workers=lambda: None)
+    package: Any = SimpleNamespace(
+        source=None, export=EXPORT, length=5, files=("core.safetensors",), index_sha256="x", publisher="y"
+    )
+    copy = Copy(place.folder, "core.safetensors", entry)
+    session: Any = object()
+
+    async def signed_at(path: Path) -> Signed:
+        read.append(path.read_bytes())
+        return Signed("x", "y")
+
+    async def scenario() -> None:
+        cache.pins.pin(str(entry))
+        exchange = asyncio.create_task(cache.replace(arrived, place, own_pins=1))
+        while not disk.begun.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        # A rank waits until it knows which one it reads.
+        with ExitStack() as pins:
+            rank = asyncio.create_task(group_requests._complete_core(node, package, pins))
+            await asyncio.sleep(0.05)
+            assert not rank.done()
+            # A member that fetches is refused: the copy was looked at before.
+            fetch = serving._send(node, session, copy, package, "to hertz", None, "core.safetensors", ())
+            with pytest.raises(BusyError, match="is being replaced on this node"):
+                await fetch
+            # Nor does a rank that no agent started begin to read.
+            with pytest.raises(BusyError, match="is being replaced"), shared_lock(place.folder):
+                pass
+            disk.go.set()
+            await rank
+            assert read == [b"other"]
+        await exchange
+        assert not cache.is_exchanged(entry)
+        cache.pins.let_go(session)
+        with cache.pins.pinned(str(entry)), pytest.raises(BusyError, match="signed by another publisher"):
+            await cache.replace(arrived, place, own_pins=1)
+
+    read: list[bytes] = []
+    monkeypatch.setattr(group_requests, "signed_at", signed_at)
+    drive(scenario())
+
+
+def test_nothing_is_replaced_under_a_rank(tmp_path: Path) -> None:
+    cache, entry = a_cache(tmp_path), Entry(EXPORT, 5)
+    place, arrived = a_primary(cache, entry)
+    with shared_lock(place.folder):
+        for own_pins, words in ((None, "A rank serves from"), (0, "signed by another publisher")):
+            with pytest.raises(BusyError, match=words):
+                drive(cache.replace(arrived, place, own_pins=own_pins))
+    drive(cache.replace(arrived, place))
+    assert (place.folder / place.path).read_bytes() == b"other"

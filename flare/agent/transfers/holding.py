@@ -112,6 +112,11 @@ def speaks_of(marker: Marker, package: Package) -> bool:
     return marker.index_sha256 == package.index_sha256 and marker.publisher in (None, package.publisher)
 
 
+def busy_exchanging() -> BusyError:
+    """Return the refusal of bytes that may not be the same ones in a moment."""
+    return BusyError("The core is being replaced on this node. Try again in a moment.")
+
+
 @contextlib.contextmanager
 def shared_lock(folder: Path) -> Iterator[None]:
     """Hold the lock that ranks hold too: nobody removes or replaces the folder meanwhile.
@@ -128,7 +133,7 @@ def shared_lock(folder: Path) -> Iterator[None]:
         try:
             lock_shared(descriptor)
         except OSError:
-            raise BusyError("The core is being replaced on this node. Try again in a moment.") from None
+            raise busy_exchanging() from None
         yield
     finally:
         os.close(descriptor)

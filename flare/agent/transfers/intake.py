@@ -191,7 +191,7 @@ class Intake:
             ) from None
         if primary.fingerprint != package.publisher and primary.index_sha256.hex() == package.index_sha256:
             # The same model, signed by somebody else: only the primary's bytes differ.
-            self._cache.check_idle(self._order.entry, own_pins=1)
+            await self._cache.check_idle(self._order.entry, own_pins=1)
             self._exchanging = True
             return await self._fetch_primary()
         # Another core is refused and left alone, whatever it is.

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 from flare.agent.file_requests import open_cached, open_in_thread, run_with, worker_failure
 from flare.agent.node import Node
-from flare.agent.transfers.holding import Copy, find_copy, shared_lock
+from flare.agent.transfers.holding import Copy, busy_exchanging, find_copy, shared_lock
 from flare.agent.transfers.route import explained, named, own_hello
 from flare.errors import (
     ConflictError,
@@ -140,6 +140,8 @@ async def _send(
     with contextlib.ExitStack() as held:
         if copy.entry is not None:
             node.cache.pins.pin_for(session, str(copy.entry), in_use=True)
+            if node.cache.is_exchanged(copy.entry):  # it was looked at before
+                raise busy_exchanging()
         held.enter_context(shared_lock(copy.folder))
         # In a thread: a part's marker may have a million ranges.
         await asyncio.to_thread(copy.check_has, grant.package, file, ranges)
