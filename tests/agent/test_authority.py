@@ -19,6 +19,7 @@ from flare.wire.messages import Pair
 from tests.agent.world import Peer, drive
 
 ONE, TWO = Peer(1, "one"), Peer(2, "two")
+SECOND = ONE.controllers.with_added(ONE.identity, "two", TWO.key)
 HANDSHAKE = bytes(32)
 
 
@@ -85,26 +86,28 @@ def test_of_two_pairings_at_once_one_wins(
     assert read_controllers(paths.controllers_file) == ONE.controllers
 
 
-def adopted(paths: Paths, authority: Authority) -> None:
+def adopted(paths: Paths) -> Authority:
+    """An authority that obeys the first controller."""
+    authority = Authority(paths.controllers_file)
+
     async def adopt() -> None:
         async with authority.changing:
             await authority.adopt(ONE.controllers)
 
     drive(adopt())
+    return authority
 
 
 def test_revisions_at_once_are_ordered(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority = Authority(paths.controllers_file)
-    adopted(paths, authority)
-    second = ONE.controllers.with_added(ONE.identity, "two", TWO.key)
-    third = second.with_added(ONE.identity, "three", Peer(3).key)
+    authority = adopted(paths)
+    third = SECOND.with_added(ONE.identity, "three", Peer(3).key)
     other = ONE.controllers.with_added(ONE.identity, "four", Peer(4).key)
     told: list[int] = []
     authority.on_change = lambda: told.append(authority.revision)
     disk = SlowDisk(monkeypatch)
 
     async def scenario() -> None:
-        changes = [asyncio.ensure_future(authority.apply(newer.after(1))) for newer in (second, third, other)]
+        changes = [asyncio.ensure_future(authority.apply(newer.after(1))) for newer in (SECOND, third, other)]
         await reached(disk)
         assert authority.revision == 1  # and a look at the file meanwhile takes in no half of it
         disk.go.set()
@@ -118,13 +121,11 @@ def test_revisions_at_once_are_ordered(paths: Paths, monkeypatch: pytest.MonkeyP
 
 
 def test_a_cancelled_change_is_taken_in_all_the_same(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority = Authority(paths.controllers_file)
-    adopted(paths, authority)
-    second = ONE.controllers.with_added(ONE.identity, "two", TWO.key)
+    authority = adopted(paths)
     disk = SlowDisk(monkeypatch)
 
     async def scenario() -> None:
-        change = asyncio.ensure_future(authority.apply(second.after(1)))
+        change = asyncio.ensure_future(authority.apply(SECOND.after(1)))
         await reached(disk)
         change.cancel()
         await asyncio.sleep(0.05)
@@ -138,13 +139,11 @@ def test_a_cancelled_change_is_taken_in_all_the_same(paths: Paths, monkeypatch: 
 
 
 def test_a_reset_at_the_same_moment_is_not_undone(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority = Authority(paths.controllers_file)
-    adopted(paths, authority)
-    second = ONE.controllers.with_added(ONE.identity, "two", TWO.key)
+    authority = adopted(paths)
     disk = SlowDisk(monkeypatch)
 
     async def scenario() -> None:
-        change = asyncio.ensure_future(authority.apply(second.after(1)))
+        change = asyncio.ensure_future(authority.apply(SECOND.after(1)))
         await reached(disk)
         resetting = asyncio.ensure_future(asyncio.to_thread(remove_controllers, paths.controllers_file))
         await asyncio.sleep(0.05)
@@ -163,7 +162,7 @@ def test_a_reset_at_the_same_moment_is_not_undone(paths: Paths, monkeypatch: pyt
         # As when the reset comes between the look at the set and the writing.
         async with authority.changing:
             with pytest.raises(ConflictError, match="changed at the same moment"):
-                await authority.adopt(second)
+                await authority.adopt(SECOND)
         assert authority.controllers is None
 
     drive(too_late())

@@ -69,45 +69,58 @@ def test_a_ready_made_engine_needs_no_compiler(tmp_path: Path, machine: str, lib
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), script
 
 
-def test_ctrl_c_while_a_command_reads_its_input_ends_cleanly(tmp_path: Path) -> None:
-    """The command has read its input, as `flare orbit pair` has its code, and is busy."""
-    program = tmp_path / "flare"
-    program.write_text(f"#!/bin/sh\ncat >{tmp_path}/read\necho $$ >{tmp_path}/pid\nexec sleep 60\n")
-    program.chmod(0o755)
-    code = (
-        "import pathlib, quickstart_steps as steps\n"
-        f"steps.FLARE = pathlib.Path({str(program)!r})\n"
-        f"steps.run = lambda _: steps.flare(pathlib.Path({str(tmp_path / 'home')!r}), 'pair', text='code')\n"
-        "raise SystemExit(steps.main())\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(TOOLS)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, complaints = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130, complaints
-    assert complaints == "\nquickstart: interrupted; nothing is left running.\n"
-    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
-
-
 def wait_for_file(path: Path) -> str:
     deadline = time.monotonic() + 30
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return path.read_text().strip()
+
+
+def interrupted(argv: list[str], folder: Path, environment: dict[str, str], *, group: bool = True) -> str:
+    """Start a program, press Ctrl-C once `pid` is written, and return what it complained of.
+
+    Args:
+        folder: has `pid`: the process that must be gone in the end.
+        group: whether all its processes get the signal, as from a terminal.
+    """
+    process = subprocess.Popen(
+        argv,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        pid = wait_for_file(folder / "pid")
+        (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
+        _, complaints = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, complaints
+    assert not Path("/proc", pid).exists()
+    return complaints
+
+
+def steps(code: str, folder: Path, *, group: bool = True) -> str:
+    """Run lines on the quickstart's steps and its `main`, interrupted."""
+    program = f"import pathlib, quickstart_steps as steps\n{code}raise SystemExit(steps.main())\n"
+    environment = {**os.environ, "PYTHONPATH": str(TOOLS)}
+    return interrupted([sys.executable, "-c", program], folder, environment, group=group)
+
+
+def test_ctrl_c_while_a_command_reads_its_input_ends_cleanly(tmp_path: Path) -> None:
+    """The command has read its input, as `flare orbit pair` has its code, and is busy."""
+    program = tmp_path / "flare"
+    program.write_text(f"#!/bin/sh\ncat >{tmp_path}/read\necho $$ >{tmp_path}/pid\nexec sleep 60\n")
+    program.chmod(0o755)
+    code = (
+        f"steps.FLARE = pathlib.Path({str(program)!r})\n"
+        f"steps.run = lambda _: steps.flare(pathlib.Path({str(tmp_path / 'home')!r}), 'pair', text='code')\n"
+    )
+    assert steps(code, tmp_path, group=False) == "\nquickstart: interrupted; nothing is left running.\n"
 
 
 def test_ctrl_c_during_the_download_prints_no_traceback(tmp_path: Path) -> None:
@@ -117,29 +130,8 @@ def test_ctrl_c_during_the_download_prints_no_traceback(tmp_path: Path) -> None:
         "while true; do sleep 0.05; done\n"
     )
     pip.chmod(0o755)
-    code = (
-        "import quickstart_steps as steps\n"
-        f"steps.sys.executable = {str(pip)!r}\n"
-        "steps.run = lambda _: steps.run_pip('download')\n"
-        "raise SystemExit(steps.main())\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(TOOLS)},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        pid = wait_for_file(tmp_path / "pid")
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        _, complaints = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130, complaints
-    assert complaints == "\nquickstart: interrupted; nothing is left running.\n"
-    assert not Path("/proc", pid).exists()
+    code = f"steps.sys.executable = {str(pip)!r}\nsteps.run = lambda _: steps.run_pip('download')\n"
+    assert steps(code, tmp_path) == "\nquickstart: interrupted; nothing is left running.\n"
 
 
 def test_what_pip_says_of_a_failure_is_shown(
@@ -172,21 +164,5 @@ def test_ctrl_c_while_the_environment_is_set_up_is_told(tmp_path: Path) -> None:
     )
     (programs / "python3").chmod(0o755)
     (tmp_path / "pyproject.toml").write_text("")
-    process = subprocess.Popen(
-        [script],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        pid = wait_for_file(tmp_path / "pid")
-        os.killpg(process.pid, signal.SIGINT)
-        _, complaints = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130, complaints
+    complaints = interrupted([str(script)], tmp_path, environment)
     assert complaints == "\nquickstart: interrupted; run it again to go on.\n"
-    assert not Path("/proc", pid).exists()

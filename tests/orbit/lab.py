@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -152,6 +153,19 @@ class Lab:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+
+    def interrupted(self, process: subprocess.Popen[str], name: str) -> str:
+        """Press Ctrl-C in a command while an agent stands still; return what it said up to its end."""
+        agent = self.agents[name].process
+        agent.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        try:
+            said = "".join(read_until(process, "Interrupted"))
+            assert process.wait(timeout=60) == 130
+        finally:
+            agent.send_signal(signal.SIGCONT)
+        assert "Traceback" not in said
+        return said
 
     def status(self) -> dict[str, object]:
         document: dict[str, object] = json.loads(self.flare("orbit", "status", "--json").out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from flare.orbit.resolve import resolve_local
 from flare.orbit.upload import core_uploads, upload_files
 from flare.paths import Paths
 from flare.wire.messages import Have
-from flare_workers.spawner import SpawnerHandle, start
+from flare_workers.spawner import SpawnerHandle
 from tests.cores.making import MIB, PUBLISHER
 from tests.orbit.builders import node_entry
 from tests.orbit.fake_node import client_of, fake_node, hang_up
@@ -33,15 +32,6 @@ from tests.orbit.test_launch import make_core
 
 SIZE = 3 * MIB
 TRUST = ("--accept-publisher", PUBLISHER.fingerprint)
-
-
-@pytest.fixture
-def spawner() -> Iterator[SpawnerHandle]:
-    handle = start()
-    try:
-        yield handle
-    finally:
-        handle.close()
 
 
 def limit(orbit: Lab, name: str, size: str) -> None:

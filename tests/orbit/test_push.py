@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import termios
@@ -301,20 +300,11 @@ def test_an_uploaded_copy_that_was_damaged_later_is_found_by_the_next_node(
 def test_ctrl_c_ends_the_transfers_at_the_nodes(orbit: Lab, tmp_path: Path) -> None:
     orbit.paired("maxwell", "hertz")
     core = three_ranks(tmp_path / "core", size=60 * MIB)
-    orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
-    fifo = orbit.folder / "hertz/.cache/flare"
-    words = ("orbit", "push", f"maxwell:{core}", "--to", "hertz", *TRUST)
-    with orbit.running(*words) as process:
+    with orbit.running("orbit", "push", f"maxwell:{core}", "--to", "hertz", *TRUST) as process:
         read_until(process, "hertz receives the complete core")
-        orbit.agents["maxwell"].process.send_signal(signal.SIGSTOP)
-        process.send_signal(signal.SIGINT)
-        try:
-            rest = "".join(read_until(process, "Interrupted"))
-            assert process.wait(timeout=60) == 130
-        finally:
-            orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
+        rest = orbit.interrupted(process, "maxwell")
         assert "the nodes were told to end the transfers of tiny" in rest
-    wait_for(lambda: not list((fifo / "arriving").glob("*")))
+    wait_for(lambda: not list((orbit.folder / "hertz/.cache/flare/arriving").glob("*")))
     assert cache(orbit, "hertz") == {}
 
 
@@ -323,14 +313,7 @@ def test_ctrl_c_ends_an_upload(orbit: Lab, tmp_path: Path) -> None:
     core = three_ranks(tmp_path / "core", size=120 * MIB)
     with orbit.running("orbit", "push", str(core), "--to", "maxwell,hertz", *TRUST) as process:
         read_until(process, "None of these nodes")
-        orbit.agents["maxwell"].process.send_signal(signal.SIGSTOP)
-        process.send_signal(signal.SIGINT)
-        try:
-            rest = "".join(read_until(process, "Interrupted"))
-            assert process.wait(timeout=60) == 130
-        finally:
-            orbit.agents["maxwell"].process.send_signal(signal.SIGCONT)
-        assert "Traceback" not in rest
+        orbit.interrupted(process, "maxwell")
     assert cache(orbit, "hertz") == {}
 
 

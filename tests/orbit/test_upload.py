@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from flare.orbit.upload import Upload, core_uploads, missing_files, upload_files
 from flare.paths import Paths
 from flare.session import Session
 from flare.wire.messages import Have, HaveReply, Put, PutDone, PutReply
-from flare_workers.spawner import SpawnerHandle, start
+from flare_workers.spawner import SpawnerHandle
 from tests.cores.making import MIB, pattern, write_core
 from tests.orbit.builders import node_entry
 from tests.orbit.fake_node import client_of, fake_node, say
@@ -34,15 +34,6 @@ from tests.orbit.lab import Lab
 from tests.orbit.reporting import RecordingReporter
 
 WAITS = "Another command is sending this core to maxwell; waiting for it."
-
-
-@pytest.fixture
-def spawner() -> Iterator[SpawnerHandle]:
-    handle = start()
-    try:
-        yield handle
-    finally:
-        handle.close()
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +51,20 @@ def controller_of(orbit: Lab) -> tuple[Client, NodeEntry, RecordingReporter]:
 def core_of(folder: Path) -> Core:
     primary = write_core(folder, {"model/weights": pattern(40 * MIB), "model/config.json": b"{}"})
     return resolve_local(LocalReference(str(primary)))
+
+
+def small_core(folder: Path, sizes: Iterable[int]) -> Core:
+    """A core of small files of these sizes."""
+    files = {f"model/{size}.txt": b"x" * size for size in sizes}
+    return resolve_local(LocalReference(str(write_core(folder, files))))
+
+
+async def take(session: Session, request: object) -> None:
+    """Answer PUT of a small file as a node does, and take its bytes."""
+    assert isinstance(request, Put)
+    await session.send(PutReply())
+    await session.receive_data(MIB)
+    await session.send(PutDone(request.size))
 
 
 @asynccontextmanager
@@ -299,19 +304,15 @@ def titles() -> set[str]:
 
 
 def test_many_small_files_share_few_connections(tmp_path: Path, spawner: SpawnerHandle) -> None:
-    files = {f"model/{number}.txt": b"x" * number for number in range(20)}
-    core = resolve_local(LocalReference(str(write_core(tmp_path / "made", files))))
+    core = small_core(tmp_path / "made", range(20))
     sessions: set[Session] = set()
 
-    async def take(session: Session, request: object) -> None:
-        assert isinstance(request, Put)
+    async def take_all(session: Session, request: object) -> None:
         sessions.add(session)
-        await session.send(PutReply())
-        await session.receive_data(MIB)
-        await session.send(PutDone(request.size))
+        await take(session, request)
 
     async def scenario() -> None:
-        async with fake_node({Put: take}) as node:
+        async with fake_node({Put: take_all}) as node:
             client, _ = client_of(tmp_path, [node])
             uploads = core_uploads(core)
             assert await upload_files(client, node, uploads, spawner, streams=3) == core.stored_bytes
@@ -321,19 +322,15 @@ def test_many_small_files_share_few_connections(tmp_path: Path, spawner: Spawner
 
 
 def test_a_kept_connection_that_died_is_opened_anew(tmp_path: Path, spawner: SpawnerHandle) -> None:
-    files = {f"model/{number}.txt": b"x" * number for number in range(1, 4)}
-    core = resolve_local(LocalReference(str(write_core(tmp_path / "made", files))))
+    core = small_core(tmp_path / "made", range(1, 4))
     sessions: list[Session] = []
 
     async def take_one(session: Session, request: object) -> None:
-        assert isinstance(request, Put)
         if session in sessions:
             session.abort("the agent was started anew")
             return
         sessions.append(session)
-        await session.send(PutReply())
-        await session.receive_data(MIB)
-        await session.send(PutDone(request.size))
+        await take(session, request)
 
     async def scenario() -> None:
         async with fake_node({Put: take_one}) as node:

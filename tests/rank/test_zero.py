@@ -110,6 +110,19 @@ async def started(
         await asyncio.gather(lab.running, return_exceptions=True)
 
 
+@contextlib.asynccontextmanager
+async def held_request(lab: Lab) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    """A request that the engine does not answer while the block runs; its client, and the front's URL."""
+    url = await lab.url()
+    lab.wait.touch()
+    async with aiohttp.ClientSession() as client:
+        asking = asyncio.create_task(client.post(f"{url}/v1/completions", json={}))
+        await until(lambda: lab.rank._front is not None and lab.rank._front.busy == 1)
+        yield client, url
+        with contextlib.suppress(aiohttp.ClientError):
+            (await asking).close()
+
+
 async def failing(lab: Lab, error: type[FlareError], message: str) -> None:
     with pytest.raises(error, match=message):
         await asyncio.wait_for(asyncio.shield(lab.running), 60)
@@ -172,27 +185,17 @@ def test_which_optional_paths_an_engine_serves(status: int, there: bool) -> None
 
 def test_requests_that_outlast_the_drain_are_cut_and_counted(tmp_path: Path) -> None:
     async def work() -> None:
-        async with started(tmp_path, "--drain-timeout", "0.2") as lab, aiohttp.ClientSession() as client:
-            url = await lab.url()
-            lab.wait.touch()
-            asking = asyncio.create_task(client.post(f"{url}/v1/completions", json={}))
-            await until(lambda: lab.rank._front is not None and lab.rank._front.busy == 1)
+        async with started(tmp_path, "--drain-timeout", "0.2") as lab, held_request(lab):
             lab.signals.take(signal.SIGTERM)
             assert await lab.running == 1
             assert "stopped: 1 request(s) were cut: 0.2 s were over" in lab.said[-1]
-            with contextlib.suppress(aiohttp.ClientError):
-                (await asking).close()
 
     run(work())
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     async def work() -> None:
-        async with started(tmp_path) as lab, aiohttp.ClientSession() as client:
-            url = await lab.url()
-            lab.wait.touch()
-            asking = asyncio.create_task(client.post(f"{url}/v1/completions", json={}))
-            await until(lambda: lab.rank._front is not None and lab.rank._front.busy == 1)
+        async with started(tmp_path) as lab, held_request(lab) as (client, url):
             lab.signals.take(signal.SIGTERM)
             await until(lambda: lab.lifecycle.phase is Phase.DRAINING)
             async with client.get(f"{url}/health") as response:  # it answers: it has not ended
@@ -202,26 +205,31 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             lab.signals.take(signal.SIGTERM)
             assert await lab.running == 1
             assert "stopped at once" in lab.said[-1]
-            with contextlib.suppress(aiohttp.ClientError):
-                (await asking).close()
+
+    run(work())
+
+
+def test_hurry_is_no_failure_where_nothing_runs(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with started(tmp_path) as lab:
+            await lab.url()
+            lab.signals.take(signal.SIGTERM)
+            lab.time = 2.0
+            lab.signals.take(signal.SIGTERM)
+            assert await lab.running == 0
+            assert "every request was finished" in lab.said[-1]
 
     run(work())
 
 
 def test_an_engine_that_dies_while_draining_is_the_reason(tmp_path: Path) -> None:
     async def work() -> None:
-        async with started(tmp_path) as lab, aiohttp.ClientSession() as client:
-            url = await lab.url()
-            lab.wait.touch()
-            asking = asyncio.create_task(client.post(f"{url}/v1/completions", json={}))
-            await until(lambda: lab.rank._front is not None and lab.rank._front.busy == 1)
+        async with started(tmp_path) as lab, held_request(lab):
             lab.signals.take(signal.SIGTERM)
             await until(lambda: lab.lifecycle.phase is Phase.DRAINING)
             assert lab.rank._engine is not None
             lab.rank._failure.report(RankError("a rank is gone"))
             await failing(lab, RankError, "a rank is gone")
-            with contextlib.suppress(aiohttp.ClientError):
-                (await asking).close()
 
     run(work())
 

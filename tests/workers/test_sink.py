@@ -204,6 +204,7 @@ def test_closing_a_sink_waits_for_the_write_that_is_under_way(
 ) -> None:
     calls = []
     whole = os.pwrite
+    threads = set(threading.enumerate())  # those of tests before this one
 
     def slow(descriptor: int, data: memoryview, position: int) -> int:
         time.sleep(0.2)
@@ -217,7 +218,7 @@ def test_closing_a_sink_waits_for_the_write_that_is_under_way(
         sink.write(pages(BLOCK), 0)
         sink.close()
         assert calls == [0]
-    assert threading.active_count() == 1
+    assert set(threading.enumerate()) <= threads
 
 
 def test_a_filesystem_that_wants_something_else_of_direct_writes_gets_ordinary_ones(
@@ -266,19 +267,31 @@ def test_places_on_the_disk_are_taken_ahead_inside_a_run_alone(
     assert taken == [(start, ALLOCATION), (start + ALLOCATION, 3 * BLOCK_SIZE)]
 
 
-def test_a_disk_without_room_for_what_comes_is_full_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int, position: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@contextmanager
+def without_allocation(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> Iterator[tuple[Sink, list[int]]]:
+    """A sink for two blocks where nothing can be allocated, and the positions at which it tried."""
+    asked = []
 
-    monkeypatch.setattr(module, "allocate", full)
+    def refuse(descriptor: int, position: int, length: int) -> None:
+        asked.append(position)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module, "allocate", refuse)
     monkeypatch.setattr(DirectFile, "open", on_a_copy)
     with (
-        opened(tmp_path / "file", 2 * BLOCK_SIZE) as descriptor,
+        opened(path, 2 * BLOCK_SIZE) as descriptor,
         closing(Sink(descriptor, "file", 2 * BLOCK_SIZE, drop_cache=True)) as sink,
     ):
         sink.expect(0, 2 * BLOCK_SIZE)
+        yield sink, asked
+
+
+def test_a_disk_without_room_for_what_comes_is_full_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with without_allocation(tmp_path / "file", monkeypatch, errno.ENOSPC) as (sink, _):
         sink.write(pages(BLOCK), 0)
         with pytest.raises(WorkerError, match=f"full; {2 * BLOCK_SIZE} bytes of this stream are missing"):
             sink.write(pages(BLOCK), BLOCK_SIZE)
@@ -287,24 +300,12 @@ def test_a_disk_without_room_for_what_comes_is_full_before_it_is_written(
 def test_a_filesystem_that_cannot_allocate_is_written_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-
-    def cannot(descriptor: int, position: int, length: int) -> None:
-        calls.append(position)
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(module, "allocate", cannot)
-    monkeypatch.setattr(DirectFile, "open", on_a_copy)
-    with (
-        opened(tmp_path / "file", 2 * BLOCK_SIZE) as descriptor,
-        closing(Sink(descriptor, "file", 2 * BLOCK_SIZE, drop_cache=True)) as sink,
-    ):
-        sink.expect(0, 2 * BLOCK_SIZE)
+    with without_allocation(tmp_path / "file", monkeypatch, errno.EOPNOTSUPP) as (sink, asked):
         sink.write(pages(BLOCK), 0)
         sink.write(pages(BLOCK), BLOCK_SIZE)
         sink.finish(sync=False)
     assert (tmp_path / "file").read_bytes() == 2 * BLOCK
-    assert calls == [0]
+    assert asked == [0]
 
 
 def test_allocating_changes_neither_size_nor_bytes(tmp_path: Path) -> None:
