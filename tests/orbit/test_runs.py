@@ -83,6 +83,8 @@ def test_a_run_is_listed_with_its_ranks_their_devices_and_what_is_missing(
     assert "  RANK NODE:DEVICE  " in listed.out
     assert "  0 maxwell:3, 1 missing, 2 hertz:0  " in listed.out
     assert "glm: no node that answered knows rank 1." in listed.err
+    print_runs(collect_runs([answer(MAXWELL, groups=(group_report("glm-1", ranks=2, state="failed"),))]))
+    assert "missing" not in capsys.readouterr().out  # its other rank ended well, and is forgotten
 
 
 def test_what_is_said_of_one_launch_of_a_name_is_not_taken_for_anothers(
