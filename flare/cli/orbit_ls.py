@@ -86,7 +86,7 @@ def print_runs(runs: Sequence[Run]) -> None:
 def _ranks(run: Run) -> str:
     """Such as "0 maxwell:0, 1 hertz:2": each rank, its node and devices; "1 missing" if no node knows it.
 
-    Of a run that has ended a node forgets a rank that ended well sooner than one that failed: none is missing.
+    Of a run that has ended none is: a node forgets a rank that ended well sooner than one that failed.
     """
     cells = dict.fromkeys(run.missing if run.running else (), "missing")
     for rank in run.ranks:
