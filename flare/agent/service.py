@@ -31,6 +31,7 @@ from flare.agent.node import Node, Pool
 from flare.agent.pairing import Pairing, accepts_first, allow_first, end_run_permission
 from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
+from flare.agent.uploads import Uploads
 from flare.agent.waiting import give_up_after
 from flare.errors import UnreachableError
 from flare.identity import Identity
@@ -184,9 +185,11 @@ async def _node(
         authority.refresh()
         pairing.forget_used_code()
         arrivals.forget_quiet()
+        uploads.tell_quiet()
 
     digest = digest_in(pool, settings.agent.stall_timeout)
     arrivals = Arrivals(cache, digest)
+    uploads = Uploads()
     sampler = Sampler(devices, ranks, each_second=each_second)
     await sampler.answered_readings()  # an agent whose driver hangs starts all the same
     if devices.problem is not None:
@@ -207,6 +210,7 @@ async def _node(
         digest=digest,
         executable=executable,
         executable_path=executable_path,
+        uploads=uploads,
     )
     arrivals.is_fetched = lambda entry: node.transfers.runs(str(entry))
     conversations = Conversations(node)

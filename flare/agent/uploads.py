@@ -15,6 +15,9 @@ from flare.printable import printable
 from flare.wire.messages import Put
 
 MAX_UPLOADS = 64  # that are remembered; one that is forgotten in the middle says that it begins once more
+# Seconds without a stream that end an upload whose primary did not come: it was there already, and nothing
+# says which file is the last one. Between two streams lie a connection and a handshake.
+QUIET_ENDS = 10.0
 
 logger = logging.getLogger("flare.agent")
 
@@ -52,7 +55,9 @@ def transferring(core: str, source: str, asked_by: str) -> Iterator[Moved]:
 
 @dataclass(slots=True)
 class _Upload:
+    what: str
     begun: float
+    quiet_since: float = 0.0
     bytes: int = 0
     primary: int = 0  # bytes of the primary, which is sent when all its companions are there
     active: int = 0
@@ -60,7 +65,7 @@ class _Upload:
 
 
 class Uploads:
-    """Uploads of cores by controllers: many files over many streams, and three lines in all.
+    """Uploads of cores by controllers: many files over many streams, and two lines for each upload.
 
     Args:
         clock: monotonic seconds.
@@ -84,7 +89,7 @@ class Uploads:
         what = printable(f"the {request.kind} {name} from {sender}")
         upload = self._known.get(key)
         if upload is None or (upload.failed and not upload.active):
-            upload = self._known[key] = _Upload(self._clock())
+            upload = self._known[key] = _Upload(what, self._clock())
             logger.info("%s: begins to come", what)
             while len(self._known) > MAX_UPLOADS:
                 self._known.popitem(last=False)
@@ -103,6 +108,7 @@ class Uploads:
             raise
         finally:
             upload.active -= 1
+            upload.quiet_since = self._clock()
         upload.bytes += moved.bytes
         if request.kind == "core" and request.publisher is None:
             return
@@ -111,3 +117,18 @@ class Uploads:
             seconds = self._clock() - upload.begun
             logger.info("%s: is there, %d bytes came in %.1f s", what, upload.bytes, seconds)
             self._known.pop(key, None)
+
+    def tell_quiet(self) -> None:
+        """Tell of uploads that ended without a primary, some time after their last stream."""
+        for key, upload in tuple(self._known.items()):
+            if upload.active or self._clock() - upload.quiet_since < QUIET_ENDS:
+                continue
+            del self._known[key]
+            if not upload.failed:
+                seconds = upload.quiet_since - upload.begun
+                logger.info(
+                    "%s: %d bytes came in %.1f s, its primary not among them",
+                    upload.what,
+                    upload.bytes,
+                    seconds,
+                )

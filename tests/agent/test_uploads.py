@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flare.agent.uploads import MAX_UPLOADS, Uploads
+from flare.agent import service
+from flare.agent.uploads import MAX_UPLOADS, QUIET_ENDS, Uploads
 from flare.errors import IntegrityError, StorageError, TransferError, UnreachableError
+from flare.paths import Paths
+from flare.settings import Settings
 from flare.wire.messages import Put, PutDone, PutReply
+from flare_workers import spawner
+from flare_workers.spawner import SpawnerHandle
 from tests.agent.transfer_world import MIB, Push, random_bytes, start
 from tests.agent.world import Agent, Peer, drive, wait_for
 from tests.cores.making import write_core
@@ -95,3 +101,53 @@ def test_what_is_remembered_of_uploads_is_bounded() -> None:
         with pytest.raises(UnreachableError), uploads.share(put("model/1", 3), number, "laptop"):
             raise UnreachableError("It is gone.")
     assert len(uploads._known) == MAX_UPLOADS
+
+
+def test_an_upload_without_a_primary_ends_when_it_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """The node had the primary already, so that only companions come."""
+    now = [100.0]
+    uploads = Uploads(lambda: now[0])
+
+    def send(number: int) -> None:
+        with uploads.share(put(f"model/{number}", 3), "key", "laptop") as moved:
+            now[0] += 1
+            uploads.tell_quiet()  # not while one comes
+            moved.bytes = 3
+
+    with caplog.at_level(logging.INFO, "flare.agent"):
+        send(1)
+        now[0] += QUIET_ENDS - 1
+        uploads.tell_quiet()
+        send(2)
+        now[0] += QUIET_ENDS
+        uploads.tell_quiet()
+        uploads.tell_quiet()
+        with pytest.raises(StorageError), uploads.share(put("model/3", 3), "key", "laptop"):
+            raise StorageError("The disk is full.")
+        now[0] += QUIET_ENDS
+        uploads.tell_quiet()  # that was told
+    what = f"the core {CORE} from laptop: "
+    assert [record.getMessage().removeprefix(what) for record in caplog.records] == [
+        "begins to come",
+        "6 bytes came in 11.0 s, its primary not among them",
+        "begins to come",
+        "failed after 0.0 s: The disk is full.",
+    ]
+    assert not uploads._known
+
+
+def test_an_agent_looks_for_quiet_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flare.agent.uploads.QUIET_ENDS", 0.0)
+    paths = Paths.from_environment({"HOME": str(tmp_path)})
+
+    async def scenario(handle: SpawnerHandle) -> None:
+        async with service._node(paths, Settings.load(paths), "node", handle) as (node, _, sampler):
+            with node.uploads.share(put("model/1", 3), "key", "laptop") as moved:
+                moved.bytes = 3
+            await sampler.sample()
+
+    with contextlib.closing(spawner.start()) as handle, caplog.at_level(logging.INFO, "flare.agent"):
+        drive(scenario(handle))
+    assert "3 bytes came in 0.0 s, its primary not among them" in caplog.text
