@@ -19,8 +19,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from flare.agent.cache import Cache, Entry, Place
+from flare.agent.cache import Cache
 from flare.agent.inventory import Signed, signed_at
+from flare.agent.places import Entry, Place
 from flare.agent.room import Reservation
 from flare.agent.waiting import ask_disk, in_thread, made_in_thread
 from flare.errors import (

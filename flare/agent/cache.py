@@ -17,18 +17,13 @@ and a primary by one that another publisher signed over the same index.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.folders import (
-    check_file_path,
     is_locked,
     kept_from_ranks,
     open_below,
@@ -36,9 +31,10 @@ from flare.agent.folders import (
     stat_below,
 )
 from flare.agent.pins import Pins
+from flare.agent.places import Entry, Place, place_of
 from flare.agent.room import Room
 from flare.agent.waiting import ask_disk, in_thread
-from flare.cores.marker import AGENT_MARKER, MODEL_MARKER, Marker, read_marker, write_marker
+from flare.cores.marker import AGENT_MARKER, Marker, read_marker, write_marker
 from flare.errors import (
     BusyError,
     ConflictError,
@@ -58,71 +54,6 @@ from flare.files import (
 from flare.identity import fingerprint
 from flare.paths import Paths
 from flare.trust.publishers import PublisherProfile
-
-PART_MARKER = ".verified-part"  # as `.verified`, for a directory that holds less than the index gives
-
-_ENTRY = re.compile(
-    r"(?P<export>[0-9a-f]{32})-(?P<length>[1-9][0-9]{0,15})(-rank(?P<rank>0|[1-9][0-9]{0,4}))?\Z"
-)
-_BLOB = re.compile(r"[0-9a-f]{64}\.safetensors\Z")
-_EXECUTABLE = re.compile(r"flare-[0-9a-f]{16}\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A core directory's name: which core, and whether it is complete or one rank's part.
-
-    Args:
-        export: 32 hex digits.
-        length: the primary's size in bytes.
-        rank: whose part; None for the complete core.
-    """
-
-    export: str
-    length: int
-    rank: int | None = None
-
-    def __str__(self) -> str:
-        suffix = "" if self.rank is None else f"-rank{self.rank}"
-        return f"{self.export}-{self.length}{suffix}"
-
-    @classmethod
-    def parse(cls, text: str) -> Entry | None:
-        """Return the entry that a folder's name means, or None."""
-        match = _ENTRY.match(text)
-        if match is None:
-            return None
-        rank = match["rank"]
-        return cls(match["export"], int(match["length"]), None if rank is None else int(rank))
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one file of the cache belongs.
-
-    Args:
-        kind: core, blob or executable.
-        folder: the trusted folder.
-        path: relative to it.
-        entry: the core directory, for kind core.
-        digest: what the content's SHA-256 must begin with, hex; "" where the name does not say.
-    """
-
-    kind: str
-    folder: Path
-    path: str
-    entry: Entry | None = None
-    digest: str = ""
-
-    @property
-    def pin(self) -> str:
-        """The name that pins it, with its core directory where it has one."""
-        return self.path if self.entry is None else str(self.entry)
-
-    @property
-    def mode(self) -> int:
-        """The published file's permission bits."""
-        return 0o555 if self.kind == "executable" else 0o444
 
 
 def _used_meanwhile(entry: Entry) -> BusyError:
@@ -175,22 +106,8 @@ class Cache:
     # -- names -----------------------------------------------------------------------------------
 
     def place(self, kind: str, name: str) -> Place:
-        """Return where a file that a peer names belongs.
-
-        Raises:
-            RemoteProtocolError: no such name can be in the cache.
-        """
-        if kind == "blob" and _BLOB.match(name):
-            return Place(kind, self.paths.blobs, name, digest=name[:64])
-        if kind == "executable" and _EXECUTABLE.match(name):
-            return Place(kind, self.paths.executables, name, digest=name.removeprefix("flare-"))
-        folder, _, path = name.partition("/")
-        entry = Entry.parse(folder)
-        if kind == "core" and entry is not None and path:
-            check_file_path(path, RemoteProtocolError)
-            digest = path[:64] if _BLOB.match(path) else ""
-            return Place(kind, self.paths.cores / str(entry), path, entry, digest)
-        raise RemoteProtocolError(f'The cache has no place for "{name[:100]}" of the kind {kind}.')
+        """Return where a file that a peer names belongs; see `place_of`."""
+        return place_of(self.paths, kind, name)
 
     def entry_folder(self, entry: Entry) -> Path:
         """Return a core directory's path, whether it exists or not."""
@@ -241,85 +158,6 @@ class Cache:
             return open_below(place.folder, place.path)
         except OSError:
             raise NotFoundError(f"The cache does not hold {place.path}.") from None
-
-    # -- removing -------------------------------------------------------------------------------
-
-    def remove_blob(self, name: str) -> None:
-        """Remove a blob whose content proved not to be what its name says."""
-        (self.paths.blobs / name).unlink(missing_ok=True)
-
-    def in_use(self, folder: Path, own_pins: int = 0) -> bool:
-        """Tell whether a rank or a transfer uses a directory of cores/ or models/.
-
-        Args:
-            own_pins: how many of its pins are the asker's.
-        """
-        pins = self.pins.in_use(folder.name) if folder.parent == self.paths.cores else 0
-        return pins > own_pins or is_locked(folder)
-
-    def take_damaged(self, folder: Path, file: str | None, own_pins: int = 0) -> Path | None:
-        """Take a core directory out of the cache whose stored bytes proved not to be the signed ones.
-
-        Nothing else would replace it: its files have their sizes, so that nobody sends them again.
-
-        Args:
-            folder: a directory of cores/ or models/.
-            file: the one that is wrong, where it is known; a blob of that name goes too.
-            own_pins: how many of the folder's pins are the asker's.
-
-        Returns:
-            What is to be deleted; None where it is gone already.
-
-        Raises:
-            NotFoundError: the folder is none of the cache's: nothing outside of it is ever removed.
-            BusyError: another rank or a transfer uses it; it counts as unverified from now on.
-        """
-        if not self._is_core_folder(folder):
-            raise NotFoundError(f"{folder} is no core directory of this node's cache.")
-        if file is not None and _BLOB.match(file):
-            self.remove_blob(file)
-        for marker in (AGENT_MARKER, PART_MARKER, MODEL_MARKER):
-            (folder / marker).unlink(missing_ok=True)
-        if self.in_use(folder, own_pins):
-            raise BusyError(f"{folder.name} is used by another group or transfer.")
-        try:
-            return self.room.take_away(folder)
-        except FileNotFoundError:
-            return None
-
-    def take_unfinished(self, entry: Entry, brought: Collection[str], own_pins: int) -> Path | None:
-        """Take a core directory out of the cache if it has nothing but what one transfer brought.
-
-        Args:
-            brought: paths of what that transfer put there.
-            own_pins: how many of the entry's pins are the asker's.
-
-        Returns:
-            What is to be deleted; None when it is gone, or stays: others use it, or have put files there.
-        """
-        folder = self.entry_folder(entry)
-        # Looking and renaming happen without an await, so that nobody can put a file there in between.
-        if not folder.is_dir() or self.in_use(folder, own_pins):
-            return None
-        for parent, _, names in os.walk(folder):
-            for name in names:
-                path = str(Path(parent, name).relative_to(folder))
-                if path not in brought and not path.startswith("."):
-                    return None
-        return self.room.take_away(folder)
-
-    def drop_blob(self, name: str) -> None:
-        """Remove a blob that no core directory links."""
-        path = self.paths.blobs / name
-        with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_nlink == 1:
-                path.unlink()
-
-    def _is_core_folder(self, folder: Path) -> bool:
-        parent = folder.parent
-        of_ranks = parent.parent == self.paths.models and parent.name not in ("", ".", "..")
-        ours = parent == self.paths.cores or (of_ranks and not parent.is_symlink())
-        return ours and Entry.parse(folder.name) is not None and not folder.is_symlink()
 
     # -- publishing ------------------------------------------------------------------------------
 

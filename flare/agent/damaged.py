@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flare.agent.folders import delete
 from flare.agent.node import Node
+from flare.agent.removing import take_damaged
 from flare.agent.run import MAX_REASON, Run
 from flare.agent.waiting import ask_disk
 from flare.errors import BusyError, NotFoundError
@@ -31,7 +32,7 @@ def drop_damaged(node: Node, rank: Run) -> None:
     if damage is None or rank.status == 0:
         return
     try:
-        doomed = node.cache.take_damaged(Path(damage.folder), damage.file)
+        doomed = take_damaged(node.cache, Path(damage.folder), damage.file)
     except NotFoundError:
         _say(rank, "That core lies outside this node's cache, so it was left there: repair it.")
         return

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from flare.agent.arriving import BroughtByOtherError, signed_by
-from flare.agent.cache import Place
 from flare.agent.inventory import name_primary
 from flare.agent.node import Node
+from flare.agent.places import Place
 from flare.agent.waiting import ask_disk, made_in_other_thread, made_in_thread
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.errors import (

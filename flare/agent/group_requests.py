@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from flare.agent import told
-from flare.agent.cache import Entry
 from flare.agent.connected import while_connected
 from flare.agent.damaged import drop_damaged
 from flare.agent.device_memory import DeviceMemory
@@ -20,6 +19,7 @@ from flare.agent.file_requests import open_in_thread
 from flare.agent.gpus import Reading, visible_devices
 from flare.agent.inventory import Signed, signed_at
 from flare.agent.node import Node
+from flare.agent.places import Entry
 from flare.agent.rank_command import (
     RankFiles,
     front_address,

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flare.agent.cache import Cache, Entry, Place
+from flare.agent.cache import Cache
+from flare.agent.places import Entry, Place
 from flare.agent.room import STAT_BLOCK
 from flare.agent.waiting import ask_disk, look
 from flare.cores.index import CACHED_PRIMARY

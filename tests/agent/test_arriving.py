@@ -16,7 +16,8 @@ import pytest
 
 from flare.agent import arriving
 from flare.agent.arriving import Arrivals, BroughtByOtherError
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache
+from flare.agent.places import Entry
 from flare.cores.marker import Marker
 from flare.errors import BusyError, ConflictError, IdentityError, StorageError, TransferError
 from flare.paths import Paths

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from flare.agent.authority import Authority, read_controllers, remove_controllers
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache
 from flare.agent.pairing import Pairing, allow_first, install_code
+from flare.agent.places import Entry
 from flare.errors import ConflictError, FlareError, PairingError
 from flare.paths import Paths
 from flare.trust.join_code import controller_proof, decode, generate, hmac_key

@@ -1,4 +1,4 @@
-"""What the cache removes, and what it leaves to those who use it."""
+"""What the cache needs of its disk, and what it does beside the loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from flare.agent.cache import PART_MARKER, Cache, Entry
+from flare.agent.cache import Cache
 from flare.agent.file_requests import have
+from flare.agent.places import Entry
 from flare.cores.marker import Marker
-from flare.errors import BusyError, StorageError
+from flare.errors import StorageError
 from flare.paths import Paths
 from flare.wire.messages import Have, HaveReply
 from tests.agent.world import EXPORT, INDEX_SHA256
@@ -27,29 +28,7 @@ ENTRY = Entry(EXPORT, 1000)
 def cache(tmp_path: Path) -> Cache:
     cache = Cache(Paths.from_environment({"HOME": str(tmp_path)}))
     cache.prepare()
-    folder = cache.entry_folder(ENTRY)
-    folder.mkdir()
-    (folder / "file").write_bytes(b"x")
-    cache.mark(ENTRY, Marker(INDEX_SHA256, {}))
-    cache.mark(ENTRY, Marker(INDEX_SHA256, {}), PART_MARKER)
     return cache
-
-
-def test_a_directory_that_somebody_else_uses_stays_unverified(cache: Cache) -> None:
-    folder = cache.entry_folder(ENTRY)
-    own, other = cache.pins.pinned(str(ENTRY)), cache.pins.pinned(str(ENTRY))
-    with own, other, pytest.raises(BusyError, match="used by another group or transfer"):
-        cache.take_damaged(folder, None, own_pins=1)
-    assert sorted(path.name for path in folder.iterdir()) == ["file"]
-
-
-def test_ones_own_pin_keeps_nothing(cache: Cache) -> None:
-    folder = cache.entry_folder(ENTRY)
-    with cache.pins.pinned(str(ENTRY)):
-        assert not cache.in_use(folder, own_pins=1)
-        doomed = cache.take_damaged(folder, None, own_pins=1)
-    assert doomed is not None
-    assert (doomed.parent, folder.exists()) == (cache.arriving, False)
 
 
 def test_a_cache_that_cannot_link_says_what_it_needs(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from flare.agent import file_requests
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache
+from flare.agent.places import Entry
+from flare.agent.removing import is_in_use, take_damaged
 from flare.errors import StorageError
 from flare.paths import Paths
 from flare.session import Session
@@ -54,9 +56,9 @@ def test_what_is_only_wanted_is_not_evicted_but_can_be_replaced_and_removed(cach
         cache.pins.pin_for(session, name, in_use=False)
     with pytest.raises(StorageError, match="has room for 0 bytes, but 1048576 are needed"):
         asyncio.run(cache.room.reserve(MIB))
-    assert not cache.in_use(folder)
+    assert not is_in_use(cache, folder)
     asyncio.run(cache.check_idle(OLD, own_pins=0))
-    assert cache.take_damaged(folder, None) is not None
+    assert take_damaged(cache, folder, None) is not None
     cache.pins.let_go(session)
     cache.pins.let_go(session)  # it had nothing any more
     asyncio.run(cache.room.reserve(MIB))

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from flare.agent import room as module
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache
+from flare.agent.places import Entry
 from flare.errors import StorageError
 from flare.paths import Paths
 from tests.agent.world import wait_for

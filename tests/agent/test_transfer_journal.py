@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache
+from flare.agent.places import Entry
 from flare.agent.transfers.journal import HEADER_SIZE, RECORD_SIZE, Journal, identity_of
 from flare.agent.transfers.partial import Partial, kept_at, kept_bytes
 from flare.errors import StorageError

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache
+from flare.agent.places import Entry
 from flare.agent.transfers.holding import shared_lock
 from flare.agent.transfers.running import Progress, Transfers
 from flare.agent.waiting import in_thread

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flare.agent.cache import Entry
+from flare.agent.places import Entry
 from flare.agent.transfers import serving
 from flare.agent.transfers.intake import Order
 from flare.agent.transfers.requests import wish_of

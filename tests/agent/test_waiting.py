@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from flare.agent import group_requests, looking, waiting
-from flare.agent.cache import Cache, Entry, Place
+from flare.agent.cache import Cache
 from flare.agent.driver import ask_driver
 from flare.agent.inventory import Signed
 from flare.agent.looking import CacheLook
+from flare.agent.places import Entry, Place
 from flare.agent.transfers import serving
 from flare.agent.transfers.holding import Copy, shared_lock
 from flare.agent.waiting import (

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flare.agent.cache import Entry
+from flare.agent.places import Entry
 from flare.cores.primary import Primary, load_primary
 from flare.session import Session
 from flare.trust.grants import (

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flare.agent.cache import PART_MARKER
+from flare.agent.places import PART_MARKER
 from flare.cores.marker import AGENT_MARKER, read_marker
 from flare.cores.primary import Primary, load_primary
 from flare.cores.verify import verify_core

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache
 from flare.agent.folders import check_file_path
 from flare.agent.inventory import Signed, signed_at
+from flare.agent.places import Entry
 from flare.agent.waiting import ask_disk
 from flare.cores.marker import Marker
 from flare.cores.marker import Ranges as Runs

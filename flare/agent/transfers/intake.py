@@ -17,9 +17,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flare.agent.cache import PART_MARKER, Entry, Place
 from flare.agent.file_requests import worker_failure
 from flare.agent.node import Node
+from flare.agent.places import PART_MARKER, Entry, Place
+from flare.agent.removing import remove_blob
 from flare.agent.room import Reservation
 from flare.agent.transfers.partial import Partial, kept_bytes
 from flare.agent.transfers.plan import Plan, WantedFile, check_primary, make_plan
@@ -307,7 +308,7 @@ class Intake:
             if problem.code != CORRUPT:
                 raise worker_failure(problem) from None
             if self._stock.place(file.path).digest:
-                self._cache.remove_blob(file.path)
+                await in_thread(remove_blob, self._cache, file.path)
             raise IntegrityError(
                 f'Block {problem.block} of "{file.path}" in this node\'s cache is not the one that its '
                 "publisher signed. The core was removed from the cache; check the disk, then push it again."

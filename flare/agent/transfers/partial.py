@@ -14,7 +14,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from flare.agent.cache import Cache, Entry
+from flare.agent.cache import Cache
+from flare.agent.places import Entry
 from flare.agent.transfers.journal import HEADER_SIZE, Journal, identity_of
 from flare.errors import StorageError
 from flare.files import describe_os_error, ensure_private_folder

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 
-from flare.agent.cache import Entry
 from flare.agent.connected import while_connected
 from flare.agent.folders import check_file_path
 from flare.agent.node import Node
+from flare.agent.places import Entry
 from flare.agent.told import asker
 from flare.agent.transfers.intake import Intake, Order
 from flare.agent.transfers.route import Route

@@ -6,8 +6,10 @@ import contextlib
 import os
 from pathlib import Path, PurePosixPath
 
-from flare.agent.cache import PART_MARKER, Cache, Entry
+from flare.agent.cache import Cache
 from flare.agent.folders import delete
+from flare.agent.places import PART_MARKER, Entry
+from flare.agent.removing import drop_blob, take_damaged, take_unfinished
 from flare.agent.transfers.holding import speaks_of
 from flare.agent.transfers.partial import Partial
 from flare.agent.transfers.plan import WantedFile
@@ -120,7 +122,7 @@ class Shelf:
         doomed = None
         await in_thread(self._reach_disk)
         if take_back:
-            doomed = self._cache.take_unfinished(self._entry, self._stock.brought, own_pins=1)
+            doomed = take_unfinished(self._cache, self._entry, self._stock.brought, own_pins=1)
         if doomed is not None:
             await in_thread(delete, doomed)
         elif self.marks:
@@ -141,7 +143,7 @@ class Shelf:
         await in_thread(self._reach_disk)
         try:
             # The check and the renaming happen without an await, so that no pin can come in between.
-            doomed = self._cache.take_damaged(self._folder, None, own_pins=1)
+            doomed = take_damaged(self._cache, self._folder, None, own_pins=1)
         except BusyError:
             return False
         if doomed is not None:
@@ -151,4 +153,4 @@ class Shelf:
 
     def _forget_blobs(self) -> None:
         for name in self._blobs:
-            self._cache.drop_blob(name)
+            drop_blob(self._cache, name)

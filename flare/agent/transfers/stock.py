@@ -9,8 +9,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from flare.agent.cache import PART_MARKER, Cache, Entry, Place
+from flare.agent.cache import Cache
 from flare.agent.inventory import Signed, name_primary
+from flare.agent.places import PART_MARKER, Entry, Place
 from flare.agent.transfers.holding import speaks_of
 from flare.agent.transfers.plan import WantedFile
 from flare.agent.waiting import in_thread
