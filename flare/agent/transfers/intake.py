@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from flare.agent.file_requests import worker_failure
 from flare.agent.node import Node
 from flare.agent.places import PART_MARKER, Entry, Place
-from flare.agent.removing import remove_blob
 from flare.agent.room import Reservation
 from flare.agent.transfers.partial import Partial, kept_bytes
 from flare.agent.transfers.plan import Plan, WantedFile, check_primary, make_plan
@@ -28,9 +27,10 @@ from flare.agent.transfers.receiving import Receiver, worst_of
 from flare.agent.transfers.route import Route
 from flare.agent.transfers.running import Progress
 from flare.agent.transfers.shelf import Shelf
-from flare.agent.transfers.stock import Found, Stock
+from flare.agent.transfers.stock import Stock
+from flare.agent.transfers.survey import Survey
 from flare.agent.waiting import ask_disk, in_thread, made_in_thread, settled
-from flare.cores.marker import AGENT_MARKER, FileStamp, MarkedFile
+from flare.cores.marker import AGENT_MARKER, FileStamp
 from flare.cores.primary import Primary, load_primary_isolated
 from flare.cores.safetensors import PREFIX_LENGTH, header_length
 from flare.errors import (
@@ -46,7 +46,7 @@ from flare.files import describe_os_error
 from flare.trust.grants import Package
 from flare.wire.messages import FileRanges, TransferReply
 from flare_workers.blocks import BLOCK_SIZE
-from flare_workers.jobs import CORRUPT, Hash, WorkerError
+from flare_workers.jobs import WorkerError
 from flare_workers.ranges import Ranges
 
 _STAYS = "Another group or transfer uses that directory, so it stays, unverified: end that, then push again."
@@ -91,8 +91,7 @@ class Intake:
         self._receiver = Receiver(node, order.route, progress)
         self._stock = Stock(node.cache, order.entry, order.package)
         self._shelf = Shelf(node.cache, order.entry, order.package, self._stock)
-        self._lent: dict[str, Place] = {}
-        self._new: set[str] = set()  # files of which nothing is here
+        self._survey = Survey(node, order.entry, self._stock, self._shelf, progress)
         self._exchanging = False  # the primary there is another publisher's, over the same index
 
     async def run(self) -> TransferReply:
@@ -137,10 +136,14 @@ class Intake:
         try:
             package, entry = self._order.package, self._order.entry
             plan = await in_thread(make_plan, primary, table, package, entry.rank, self._order.asked)
-            missing = await self._all_missing(plan, new_primary=head is not None)
+            missing = await self._survey.missing(
+                plan, new_primary=head is not None, lend_primary=not self._exchanging
+            )
             with await self._make_room(plan, missing) as room:
                 small = [
-                    file for file in plan.companions if file.path in self._new and file.size <= BLOCK_SIZE
+                    file
+                    for file in plan.companions
+                    if file.path in self._survey.new and file.size <= BLOCK_SIZE
                 ]
                 await self._fetch_small(small, room)
                 for file in plan.files:
@@ -182,7 +185,7 @@ class Intake:
             return await self._fetch_primary()
         path = self._folder / name
         if size != package.length:
-            raise self._conflict(name)
+            raise self._survey.conflict(name)
         try:
             primary = await load_primary_isolated(path)
             table = await in_thread(primary.digests)
@@ -220,99 +223,6 @@ class Intake:
                 sentence = problem.message.replace(str(head.location), f"{name} from {source}")
                 raise type(problem)(sentence) from None
             raise
-
-    async def _all_missing(self, plan: Plan, *, new_primary: bool) -> dict[str, Ranges | None]:
-        """Return what is to be fetched of each file; None when the directory's file holds all that is wanted.
-
-        Args:
-            new_primary: whether the primary comes anew, whatever lies there.
-
-        Raises:
-            ConflictError: a file has another size.
-            IntegrityError: bytes are not the signed ones.
-        """
-        files = plan.companions if new_primary else plan.files
-        found = await in_thread(lambda: [self._stock.look(file) for file in files])
-        missing = {
-            file.path: await self._missing(file, here) for file, here in zip(files, found, strict=True)
-        }
-        if new_primary:
-            lent = Found(None) if self._exchanging else await in_thread(self._stock.lent, plan.primary)
-            missing[plan.primary.path] = self._lack(plan.primary, lent)
-        return missing
-
-    async def _missing(self, file: WantedFile, here: Found) -> Ranges | None:
-        place = self._stock.place(file.path)
-        if here.size is None:
-            return self._lack(file, here)
-        if here.size != file.size:
-            raise self._conflict(file.path)
-        if here.marked is not None:
-            ranges = here.marked.ranges
-            has = Ranges.whole(file.covered) if ranges is None else Ranges.of(ranges)
-            if not has.covers(file.wanted):
-                return file.wanted.difference(has)
-            self._shelf.marks[file.path] = here.marked
-            self._progress.verified += file.wanted.total
-            return None
-        descriptor = self._cache.open(place)
-        try:
-            stamp = FileStamp.of(os.fstat(descriptor))
-            await self._digest(file, file.wanted, descriptor)
-        finally:
-            os.close(descriptor)
-        self._shelf.marks[file.path] = MarkedFile(stamp, file.marked_ranges)
-        return None
-
-    def _lack(self, file: WantedFile, here: Found) -> Ranges:
-        """Return what is to be fetched of a file that is not there: all but what another directory lends."""
-        if here.lender is None:
-            self._new.add(file.path)
-        else:
-            self._lent[file.path] = self._stock.borrow(here.lender, file.path)
-        return file.wanted.difference(here.lent)
-
-    def _conflict(self, path: str) -> ConflictError:
-        return ConflictError(
-            f"{self._order.entry} on this node holds another file named {path}. Remove that directory from "
-            "the node's cache, then push again."
-        )
-
-    async def _digest(self, file: WantedFile, ranges: Ranges, descriptor: int) -> None:
-        """Check bytes that this transfer did not bring itself.
-
-        Raises:
-            IntegrityError: a block is not the signed one.
-        """
-        if not ranges.runs:
-            return
-        before = self._progress.verified
-
-        def tell(count: int) -> None:
-            self._progress.verified = before + count
-
-        job = Hash(
-            title=f"verify {file.path}",
-            name=file.path,
-            ranges=ranges.runs,
-            size=file.covered,
-            digests=file.digests,
-            file_offset=file.start,
-            stall_timeout=self._node.settings.agent.stall_timeout,
-            drop_cache=True,
-        )
-        try:
-            await self._node.pool.run(job, files=[descriptor], on_progress=tell)
-        except WorkerError as problem:
-            self._progress.verified = before
-            if problem.code != CORRUPT:
-                raise worker_failure(problem) from None
-            if self._stock.place(file.path).digest:
-                await in_thread(remove_blob, self._cache, file.path)
-            raise IntegrityError(
-                f'Block {problem.block} of "{file.path}" in this node\'s cache is not the one that its '
-                "publisher signed. The core was removed from the cache; check the disk, then push it again."
-            ) from None
 
     async def _make_room(self, plan: Plan, missing: Mapping[str, Ranges | None]) -> Reservation:
         """Keep room for everything that is to come, and say how much that is."""
@@ -414,7 +324,7 @@ class Intake:
         """Begin with what another directory lends; return what is missing then."""
         has = file.wanted.difference(missing)
         try:
-            await self._copy(file, partial, has, self._lent[file.path])
+            await self._copy(file, partial, has, self._survey.lent[file.path])
         except (IntegrityError, NotFoundError) as problem:
             logger.warning("%s: another directory's copy is of no use: %s", file.path, problem.message)
             self._progress.total = (self._progress.total or 0) + has.total
@@ -434,7 +344,7 @@ class Intake:
             finally:
                 partial.given_up = True
                 await settled(copying)
-            await self._digest(file, has, partial.descriptor)
+            await self._survey.digest(file, has, partial.descriptor)
         finally:
             os.close(descriptor)
 
@@ -442,7 +352,7 @@ class Intake:
         """Return what is missing beside what an earlier transfer left, which is digested again."""
         kept = partial.kept.intersection(missing)
         try:
-            await self._digest(file, kept, partial.descriptor)
+            await self._survey.digest(file, kept, partial.descriptor)
         except IntegrityError:
             logger.warning("%s: what an earlier transfer left is damaged; it starts over", file.path)
             await in_thread(partial.start_over)
