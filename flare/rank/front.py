@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import hmac
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import aiohttp
 from aiohttp import web
 
-from flare.errors import BusyError, ConfigError, RemoteProtocolError
-from flare.files import read_private
+from flare.errors import RemoteProtocolError
 from flare.rank.engines.base import EngineAdapter, EngineMetrics
 from flare.rank.http_server import SERVER, HttpServer, refusal
 from flare.rank.metrics import PROMETHEUS_TYPE, MetricsDocument, prometheus
-from flare.rank.sockets import describe, show
+from flare.rank.sockets import HTTP_BACKLOG
 from flare.strict_json import loads
 
 MAX_BODY: Final = 32 << 20
@@ -43,8 +41,6 @@ METRICS_AGE: Final = 0.3
 """Seconds that an engine's answer is good for, however many ask."""
 CONNECT_LIMIT: Final = 10.0
 """Seconds to connect to the engine on the loopback address."""
-MAX_KEY_FILE: Final = 64 * 1024
-MAX_KEYS: Final = 1000
 
 _OWN_PATHS: Final = ("/health", "/metrics")
 _PASSED_HEADERS: Final = ("Content-Type", "Cache-Control")
@@ -89,36 +85,19 @@ class Front:
         self._scraping = asyncio.Lock()
         self._runner: web.ServerRunner | None = None
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen, and answer /health with the state from now on; return the URL.
+    async def start(self, host: str, listening: Sequence[socket.socket]) -> None:
+        """Answer /health with the state from now on.
 
-        Raises:
-            BusyError: the port is taken.
-            ConfigError: the address is not this machine's.
+        Args:
+            host: that the sockets listen on; they are this object's from here on.
         """
         self._names = own_names(host)
         # A client that leaves cancels its handler, which ends the request in the engine too.
         server = HttpServer(self._handle, handler_cancellation=True)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1024)
-        try:
-            await site.start()
-        except OSError as problem:
-            await self._runner.cleanup()
-            self._runner = None
-            if problem.errno == errno.EADDRINUSE:
-                raise BusyError(
-                    f"Port {port} on {host} is taken by another program. Choose another --port."
-                ) from None
-            raise ConfigError(
-                f"The HTTP front cannot listen on {show((host, port))}: {describe(problem)}. "
-                "Choose another --host or --port."
-            ) from None
-        assert site._server is not None
-        actual = site._server.sockets[0].getsockname()  # type: ignore[attr-defined]
-        shown = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host  # noqa: S104
-        return f"http://{show((shown, actual[1]))}"
+        for each in listening:
+            await web.SockSite(self._runner, each, backlog=HTTP_BACKLOG).start()
 
     def open(self, engine_port: int, slots: int, paths: frozenset[str]) -> None:
         """Begin to pass requests on.
@@ -421,21 +400,3 @@ def _too_large() -> web.Response:
 
 def _draining() -> web.Response:
     return refusal(503, "draining", "The group is stopping.", **{"Retry-After": RETRY_AFTER})
-
-
-def read_keys(path: str | None) -> frozenset[bytes]:
-    """Return the SHA-256 of every key in a file, one a line; lines that begin with # are remarks.
-
-    Raises:
-        ConfigError: the file holds no key, or too many.
-        IdentityError, NotFoundError: others can read it, or it is not there.
-    """
-    if path is None:
-        return frozenset()
-    text = read_private(Path(path), MAX_KEY_FILE, "The API key file").decode("utf-8", "surrogateescape")
-    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    if not 1 <= len(keys) <= MAX_KEYS:
-        raise ConfigError(
-            f"The API key file {path} holds {len(keys)} keys; it needs 1 to {MAX_KEYS}, one a line."
-        )
-    return frozenset(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys)

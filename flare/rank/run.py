@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from flare.rank.zero import ZeroRank
 
 
+SWITCH_INTERVAL = 0.0005
+"""Seconds that a thread may keep the others of a rank waiting: a tenth of what Python allows. Every token
+passes the tunnel's threads, and every wait of theirs would be a wait of the engines'."""
+
+
 def serve(request: RunRequest, say: Callable[[str], None], status: int | None) -> int:
     """Run one rank to its end and return the exit status.
 
@@ -37,6 +42,7 @@ def serve(request: RunRequest, say: Callable[[str], None], status: int | None) -
         )
     if status is not None:
         os.set_inheritable(status, False)  # the engine must not hold the agent's pipe open
+    sys.setswitchinterval(SWITCH_INTERVAL)
     return asyncio.run(_serve(request, Lifecycle(say, status)))
 
 

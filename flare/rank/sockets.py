@@ -9,7 +9,7 @@ import secrets
 import socket
 from typing import Final
 
-from flare.errors import RemoteProtocolError, UnreachableError
+from flare.errors import BusyError, ConfigError, RemoteProtocolError, UnreachableError
 from flare.rank.proof import (
     NONCE_LENGTH,
     PROOF_LENGTH,
@@ -31,6 +31,8 @@ looks are a second apart: at the fourth, and not at the fifth because the fourth
 _UNANSWERED: Final = frozenset(
     {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 )
+HTTP_BACKLOG: Final = 1024
+"""Clients that may connect before the front takes them."""
 PROOF_LIMIT: Final = 10.0
 """Seconds for the whole proof, on either side."""
 
@@ -78,6 +80,46 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+async def listen_http(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on every address of `host`; who connects waits until they are served.
+
+    Raises:
+        BusyError: the port is taken.
+        ConfigError: the address is not this machine's.
+    """
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            asyncio.Protocol, host, port, start_serving=False
+        )
+        try:
+            bound = [each.dup() for each in server.sockets]
+        finally:
+            server.close()
+        try:
+            for each in bound:
+                each.listen(HTTP_BACKLOG)  # only now is it known that nobody else listens there
+        except BaseException:
+            for each in bound:
+                each.close()
+            raise
+    except OSError as problem:
+        if problem.errno == errno.EADDRINUSE:
+            raise BusyError(
+                f"Port {port} on {host} is taken by another program. Choose another --port."
+            ) from None
+        raise ConfigError(
+            f"The HTTP front cannot listen on {show((host, port))}: {describe(problem)}. "
+            "Choose another --host or --port."
+        ) from None
+    return bound
+
+
+def url_of(host: str, listening: socket.socket) -> str:
+    """Return the URL at which this machine reaches what listens on `host`."""
+    shown = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host  # noqa: S104
+    return f"http://{show((shown, listening.getsockname()[1]))}"
 
 
 def show(address: tuple[object, ...]) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
-
-import aiohttp
+from typing import TYPE_CHECKING, Final
 
 from flare.cores.primary import Primary, check_trust, load_primary
 from flare.engines.discovery import EngineInstall, find_engine
-from flare.errors import CoreError, EngineError, FlareError, RankError, UsageError
+from flare.errors import CoreError, FlareError, RankError, UsageError
+from flare.rank.api_keys import read_keys
 from flare.rank.capacity import Agreement, agree, device_capacity
 from flare.rank.engine_process import EngineProcess, engine_environment, program_name
 from flare.rank.engines.base import EngineAdapter, RankContext
-from flare.rank.front import Front, read_keys
 from flare.rank.group import PeerGroup
 from flare.rank.launch import (
     CAUSE_LIMIT,
@@ -36,15 +35,20 @@ from flare.rank.launch import (
 from flare.rank.lifecycle import Lifecycle, Phase
 from flare.rank.metrics import MetricsDocument, Serving
 from flare.rank.model_cache import FolderLock
+from flare.rank.sockets import listen_http, url_of
 from flare.system import free_port
 
-LOADING_LIMIT: Final = 3600.0
-"""Seconds for the engine to become ready: 200 GB from a slow disk take half of that."""
-HEALTH_INTERVAL: Final = 0.02
-PATHS_LIMIT: Final = 5.0
-"""Seconds for the engine to tell which optional paths it serves: a millisecond is usual."""
+if TYPE_CHECKING:
+    from flare.rank.front import Front
+
 QUIET_LIMIT: Final = 2.0
 """Seconds for the engine to finish what the front no longer sees, before SIGTERM."""
+
+
+def _load_front() -> type[Front]:
+    from flare.rank.front import Front
+
+    return Front
 
 
 class ZeroRank:
@@ -64,6 +68,7 @@ class ZeroRank:
         self._drain_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._group: PeerGroup | None = None
         self._front: Front | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._engine: EngineProcess | None = None
         self._lock: FolderLock | None = None
         self._help: asyncio.Task[str] | None = None
@@ -141,8 +146,9 @@ class ZeroRank:
             uptime=lambda: lifecycle.uptime,
         )
         keys = read_keys(request.options.api_key_file)
-        self._front = Front(adapter, document, lambda: str(lifecycle.phase), keys, time.monotonic)
-        self._url = await self._front.start(request.options.http_host, request.options.http_port)
+        listening = await listen_http(request.options.http_host, request.options.http_port)
+        self._url = url_of(request.options.http_host, listening[0])
+        self._opening = asyncio.create_task(self._open_front(adapter, document, keys, listening))
         warning = request.options.exposure()
         if warning:
             lifecycle.remark(f"warning: {warning}")
@@ -167,6 +173,22 @@ class ZeroRank:
         with lifecycle.reading(primary.root):
             check_unchanged(primary, 0, before)
         await self._announce(agreement)
+
+    async def _open_front(
+        self,
+        adapter: EngineAdapter,
+        document: MetricsDocument,
+        keys: frozenset[bytes],
+        listening: Sequence[socket.socket],
+    ) -> None:
+        """Serve who has connected since the port was taken.
+
+        The HTTP library takes a tenth of a second to load; the ranks meet meanwhile.
+        """
+        front_class = await asyncio.to_thread(_load_front)
+        front = front_class(adapter, document, lambda: str(self._lifecycle.phase), keys, time.monotonic)
+        await front.start(self._request.options.http_host, listening)
+        self._front = front
 
     async def _supply_and_verify(
         self, group: PeerGroup | None, primary: Primary
@@ -256,17 +278,25 @@ class ZeroRank:
             peers=self._group.ports if self._group is not None else (),
             help_text=await self._help,
         )
-        engine = EngineProcess(
-            program_name(install.server),
-            show_lines(adapter, self._lifecycle, lambda line: self._note_holding(adapter, line)),
-        )
+        nearly_ready = asyncio.Event()
+
+        def note(line: str) -> None:
+            self._note_holding(adapter, line)
+            if adapter.nearly_ready(line):
+                nearly_ready.set()
+
+        engine = EngineProcess(program_name(install.server), show_lines(adapter, self._lifecycle, note))
         self._engine = engine
         await engine.start(adapter.command(context), adapter.environment(context, environment))
         # An engine dies when a peer does; then that peer is the cause, and its own words come in a moment.
         watching = watch_engine(engine, 0, self._failure, after=CAUSE_LIMIT)
         self._watchers.append(asyncio.create_task(watching))
+        assert self._opening is not None
+        await self._opening
+        from flare.rank.readiness import served_paths, wait_until_ready
+
         url = f"http://127.0.0.1:{context.port}"
-        await self._wait_until_ready(url + adapter.health_path)
+        await wait_until_ready(url + adapter.health_path, nearly_ready)
         paths = await served_paths(url, adapter)
         assert self._front is not None
         self._front.open(context.port, agreement.slots, paths)
@@ -279,18 +309,6 @@ class ZeroRank:
         if holding is not None and (holding[0] is None or holding[0] in ranks):
             rank = 0 if holding[0] is None else ranks[holding[0]]
             self._holdings.setdefault(rank, []).append(holding[1])
-
-    async def _wait_until_ready(self, url: str) -> None:
-        timeout = aiohttp.ClientTimeout(total=5.0)
-        limit = time.monotonic() + LOADING_LIMIT
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
-            while time.monotonic() < limit:
-                with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                    async with session.get(url) as response:
-                        if response.status == 200:
-                            return
-                await asyncio.sleep(HEALTH_INTERVAL)
-        raise EngineError(f"The engine was not ready after {LOADING_LIMIT / 60:.0f} minutes.")
 
     async def _announce(self, agreement: Agreement) -> None:
         """Say that the group serves, here and on every peer, with what each rank holds."""
@@ -358,6 +376,8 @@ class ZeroRank:
         if self._help is not None:
             self._help.cancel()
             await asyncio.gather(self._help, return_exceptions=True)
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
         engine, self._engine = self._engine, None
         group, self._group = self._group, None
         front, self._front = self._front, None
@@ -383,24 +403,3 @@ class ZeroRank:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-async def served_paths(url: str, adapter: EngineAdapter) -> frozenset[str]:
-    """Return what this build of the engine serves; what it does not answer in time counts as not served.
-
-    Args:
-        url: of the engine, which is ready.
-    """
-
-    async def serves(path: str) -> bool:
-        try:
-            async with session.post(url + path, json={}) as response:
-                return response.status not in (404, 405, 501)
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
-
-    timeout = aiohttp.ClientTimeout(total=PATHS_LIMIT)
-    async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
-        optional = sorted(adapter.optional_paths)
-        found = await asyncio.gather(*map(serves, optional))
-    return adapter.http_paths | {path for path, there in zip(optional, found, strict=True) if there}

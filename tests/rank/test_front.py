@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from flare.errors import BusyError, ConfigError, IdentityError, NotFoundError
 from flare.rank import front as module
+from flare.rank.api_keys import read_keys
 from flare.rank.engines.llama_cpp import LlamaCpp
-from flare.rank.front import Front, read_keys
+from flare.rank.front import Front
 from flare.rank.metrics import MetricsDocument, Serving, prometheus
+from flare.rank.sockets import listen_http, url_of
 from tests.rank.lab import never_loses_a_cancellation, run, until
 
 PATH = "/v1/completions"
@@ -121,7 +122,9 @@ async def opened(
 ) -> AsyncIterator[Lab]:
     lab = Lab(keys)
     await lab.upstream.start()
-    lab.url = await lab.front.start("127.0.0.1", 0)
+    listening = await listen_http("127.0.0.1", 0)
+    lab.url = url_of("127.0.0.1", listening[0])
+    await lab.front.start("127.0.0.1", listening)
     if engine:
         lab.front.open(lab.upstream.port, slots, paths)
     async with aiohttp.ClientSession() as client:
@@ -334,20 +337,6 @@ def test_keys_are_asked_for_where_there_are_any(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_key_file_that_gives_no_protection_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    with pytest.raises(NotFoundError):
-        read_keys(str(file))
-    file.write_text("# none\n")
-    file.chmod(0o644)
-    with pytest.raises(IdentityError, match="can be read by others"):
-        read_keys(str(file))
-    file.chmod(0o600)
-    with pytest.raises(ConfigError, match="holds 0 keys"):
-        read_keys(str(file))
-    assert read_keys(None) == frozenset()
-
-
 def test_health_tells_the_state_from_the_start() -> None:
     async def work() -> None:
         async with opened(engine=False) as lab:
@@ -434,27 +423,6 @@ def test_the_engine_is_not_asked_more_often_than_needed() -> None:
 def test_a_model_name_cannot_break_the_text_form() -> None:
     document = MetricsDocument(Serving('a"b\\c\nd'), state=lambda: "loading", uptime=lambda: 0.0)
     assert '{model="a\\"b\\\\c d"} 0' in prometheus(document.build(module.EngineMetrics()))
-
-
-def test_a_port_that_is_taken_and_an_address_of_others_are_named() -> None:
-    async def work() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            with pytest.raises(BusyError, match=rf"Port {port} on 127\.0\.0\.1 is taken"):
-                await Lab().front.start("127.0.0.1", port)
-        with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0"):
-            await Lab().front.start("192.0.2.1", 0)
-
-    run(work())
-
-
-def test_a_wildcard_address_is_shown_as_one_that_can_be_opened() -> None:
-    async def work() -> None:
-        lab = Lab()
-        assert (await lab.front.start("0.0.0.0", 0)).startswith("http://127.0.0.1:")
-        await lab.front.close()
-
-    run(work())
 
 
 @contextlib.asynccontextmanager

@@ -26,8 +26,7 @@ from flare.errors import (
     TrustError,
     UsageError,
 )
-from flare.rank import zero as module
-from flare.rank.engines.llama_cpp import LlamaCpp
+from flare.rank import readiness
 from flare.rank.group import PeerGroup
 from flare.rank.launch import Accepted, StopSignals
 from flare.rank.lifecycle import Lifecycle, Phase
@@ -162,27 +161,6 @@ def test_alone_it_goes_the_whole_way(tmp_path: Path) -> None:
     run(work())
 
 
-@pytest.mark.parametrize(("status", "there"), [(400, True), (200, True), (404, False), (501, False)])
-def test_which_optional_paths_an_engine_serves(status: int, there: bool) -> None:
-    async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
-        assert await request.json() == {}
-        return aiohttp.web.Response(status=status)
-
-    async def work() -> None:
-        application = aiohttp.web.Application()
-        application.router.add_post("/v1/responses", answer)
-        runner = aiohttp.web.AppRunner(application)
-        await runner.setup()
-        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        expected = LlamaCpp.http_paths | (LlamaCpp.optional_paths if there else frozenset())
-        assert await module.served_paths(url, LlamaCpp()) == expected
-        await runner.cleanup()
-        assert await module.served_paths(url, LlamaCpp()) == LlamaCpp.http_paths  # it went meanwhile
-
-    run(work())
-
-
 def test_requests_that_outlast_the_drain_are_cut_and_counted(tmp_path: Path) -> None:
     async def work() -> None:
         async with started(tmp_path, "--drain-timeout", "0.2") as lab, held_request(lab):
@@ -248,7 +226,7 @@ def test_an_engine_that_dies_while_loading_is_told_with_its_last_words(tmp_path:
 def test_an_engine_that_is_never_ready_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOADING_LIMIT", 0.5)
+    monkeypatch.setattr(readiness, "LOADING_LIMIT", 0.5)
     fails(tmp_path, EngineError, "was not ready after", status=503)
 
 

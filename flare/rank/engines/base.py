@@ -95,6 +95,10 @@ class EngineAdapter(Protocol):
         """Tell whether a line is not even worth showing when the engine has died."""
         ...
 
+    def nearly_ready(self, line: str) -> bool:
+        """Tell whether a line says that it will answer its health path in a moment."""
+        ...
+
     def holding(self, line: str) -> tuple[int | None, str] | None:
         """Return (port of a peer's tunnel, or None for rank zero; what it holds), if `line` tells."""
         ...

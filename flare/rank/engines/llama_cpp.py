@@ -118,6 +118,10 @@ class LlamaCpp:
         """Leave out what says nothing about a death."""
         return any(noise in line for noise in _NOISE)
 
+    def nearly_ready(self, line: str) -> bool:
+        """Look for what it says last before it answers."""
+        return "model loaded" in line
+
     def holding(self, line: str) -> tuple[int | None, str] | None:
         """Read "RPC0[127.0.0.1:4711] model buffer size = 21.14 MiB" and its like."""
         offloaded = _OFFLOADED.search(line)
