@@ -13,7 +13,7 @@ from flare.cores.primary import Primary, check_trust, load_primary
 from flare.engines.discovery import EngineInstall, find_engine
 from flare.errors import CoreError, FlareError, RankError, UsageError
 from flare.rank.api_keys import read_keys
-from flare.rank.capacity import Agreement, agree, device_capacity
+from flare.rank.capacity import Agreement, CacheNeeds, agree, device_capacity
 from flare.rank.engine_process import EngineProcess, engine_environment, program_name
 from flare.rank.engines.base import EngineAdapter, RankContext
 from flare.rank.group import PeerGroup
@@ -157,14 +157,14 @@ class ZeroRank:
             group = PeerGroup(request, primary, install, lifecycle, self._failure, self._let_go)
             self._group = group
             await group.meet()
-        capacities, verdict, before = await self._supply_and_verify(group, primary)
+        capacities, verdict, before, needs = await self._supply_and_verify(group, primary, adapter)
         lifecycle.enter(Phase.AGREEING, verdict)
         capacities[0] = device_capacity(
             index, 0, request.options.memory_limit, environment=request.environment
         )
         agreement = agree(
             capacities.items(),
-            adapter.needs(primary),
+            needs,
             context_length=request.options.context_length,
             max_concurrency=request.options.max_concurrency,
         )
@@ -191,20 +191,21 @@ class ZeroRank:
         self._front = front
 
     async def _supply_and_verify(
-        self, group: PeerGroup | None, primary: Primary
-    ) -> tuple[dict[int, int], str, dict[Path, object]]:
+        self, group: PeerGroup | None, primary: Primary, adapter: EngineAdapter
+    ) -> tuple[dict[int, int], str, dict[Path, object], CacheNeeds]:
         """Let the peers take their bytes while this rank digests its own; the first failure ends both."""
         request, lifecycle = self._request, self._lifecycle
 
-        async def verify() -> tuple[str, dict[Path, object]]:
+        async def verify() -> tuple[str, dict[Path, object], CacheNeeds]:
             with lifecycle.reading(primary.root):
-                return await verify_stored(
+                verdict, before = await verify_stored(
                     primary,
                     0,
                     always=request.options.verify_weights,
                     cache=request.cache,
                     remark=lifecycle.remark,
                 )
+            return verdict, before, await asyncio.to_thread(adapter.needs, primary)
 
         async def supply() -> dict[int, int]:
             return {} if group is None else await group.supply()

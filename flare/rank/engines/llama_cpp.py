@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from flare.cores.gguf import GgufHead, read_head
@@ -46,13 +47,16 @@ _OFFLOADED = re.compile(r"offloaded (\d+)/(\d+) layers")
 
 
 class LlamaCpp:
-    """The adapter."""
+    """The adapter. A model's head is read once: a vocabulary takes some 20 ms to walk over."""
 
     name = "llama.cpp"
     http_paths = frozenset({"/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
     optional_paths = frozenset({"/v1/responses"})
     health_path = "/health"
     metrics_path = "/metrics"
+
+    def __init__(self) -> None:
+        self._heads: dict[Path, GgufHead] = {}
 
     def check(self, primary: Primary) -> None:
         """Refuse a packed core and one without a GGUF file.
@@ -189,8 +193,10 @@ class LlamaCpp:
 
     def _head(self, primary: Primary) -> GgufHead:
         path = primary.root / model_file(primary.index)
-        with path.open("rb") as file:
-            return read_head(file, str(path))
+        if path not in self._heads:
+            with path.open("rb") as file:
+                self._heads[path] = read_head(file, str(path))
+        return self._heads[path]
 
 
 def offloaded_layers(layers: int, ranks: int) -> int:
