@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.errors import FlareError, UsageError
+from flare.values import dataclass
 
 MAX_NAME = 63  # a node, group or cluster name: what a host name's label may have
 MAX_PATH_PART = 255  # NAME_MAX of every file system that holds cores

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -18,6 +18,7 @@ from flare.errors import UsageError
 from flare.limits import MAX_STREAMS
 from flare.printable import printable
 from flare.sizes import parse_size
+from flare.values import dataclass
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000

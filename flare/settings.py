@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from flare.errors import ConfigError, NotFoundError
 from flare.files import read_trusted
 from flare.paths import Paths
 from flare.sizes import parse_size
+from flare.values import dataclass
 
 DEFAULT_PORT = 29900  # the specification's port for agents
 DEFAULT_LISTEN = f"[::]:{DEFAULT_PORT}"  # dual stack: IPv4 arrives there too

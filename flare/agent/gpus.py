@@ -11,8 +11,9 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+from flare.values import dataclass
 
 CPU_REVISION = "cpu"
 CPU_PREFIX = "CPU-"

@@ -10,13 +10,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from flare.errors import ConfigError, FlareError, UnsupportedError
 from flare.files import write_atomic
 from flare.printable import printable
+from flare.values import dataclass
 
 UNIT = "flare-agent.service"
 COMMAND_TIMEOUT = 90.0  # seconds: a restart waits for ranks to end and for the new agent to be ready

@@ -11,7 +11,6 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.cache import Cache
@@ -24,6 +23,7 @@ from flare.cores.primary import load_primary_isolated
 from flare.errors import FlareError
 from flare.files import describe_os_error
 from flare.strict_json import canonical
+from flare.values import dataclass
 from flare.wire.messages import CachedFile, CoreReport
 
 MAX_REMEMBERED = 256  # indexes whose digest is kept; more cores than that are read again

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +14,7 @@ from flare.errors import BusyError, FlareError
 from flare.files import ensure_private_folder, read_bounded
 from flare.session import SocketAddress, format_address
 from flare.strict_json import Reader, loads
+from flare.values import dataclass
 
 MAX_LOCK = 64 * 1024  # a handful of addresses
 LOCK_WAIT = 0.5  # seconds: whoever only looks whether an agent runs holds the lock for microseconds

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+
+from flare.values import dataclass
 
 RETAINED_BYTES = 64 * 1024  # the specification's "about 64 KiB of output per rank"
 MAX_LINE_BYTES = 16 * 1024  # of UTF-8: the protocol's limit of LOG

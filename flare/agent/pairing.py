@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.authority import Authority
@@ -29,6 +28,7 @@ from flare.trust.join_code import (
     node_proof,
     proof_matches,
 )
+from flare.values import dataclass
 from flare.wire.messages import Pair
 
 REFUSED = (

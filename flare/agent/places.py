@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.folders import check_file_path
 from flare.errors import RemoteProtocolError
 from flare.paths import Paths
+from flare.values import dataclass
 
 PART_MARKER = ".verified-part"  # as `.verified`, for a directory that holds less than the index gives
 

@@ -7,13 +7,13 @@ but an allow-list, and no serving option that is not in the one table that the c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.errors import RemoteProtocolError
 from flare.serving_options import parse_grant_words
 from flare.session import format_address
 from flare.trust.grants import Grant, Member
+from flare.values import dataclass
 
 # What a rank and its engine need to find files and devices. Not HF_TOKEN, not LD_*, not PYTHON*: a rank
 # loads what was signed, with the libraries of its own installation.

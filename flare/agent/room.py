@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from flare.agent.folders import delete, files_below, is_locked
@@ -22,6 +22,7 @@ from flare.agent.pins import Pins
 from flare.agent.waiting import ask_disk, look
 from flare.errors import StorageError
 from flare.paths import Paths
+from flare.values import dataclass
 
 SPARE_BYTES = 256 * 1024 * 1024  # left free on the disk: a full file system breaks more than a transfer
 STAT_BLOCK = 512  # bytes; what st_blocks counts in

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from flare import keeper, strict_json
@@ -22,6 +22,7 @@ from flare.agent.orphans import LAUNCH_VARIABLE, sweep
 from flare.agent.output import STREAM_NAMES, Line, LineSplitter, RankOutput, last_words
 from flare.errors import RankError, RemoteProtocolError
 from flare.pipes import PipeReader
+from flare.values import dataclass
 
 MAX_STATUS_LINE = 16 * 1024  # a phase, a reason and a URL
 MAX_REASON = 1024  # characters of a reason that are kept: STATUS carries it for every run

@@ -14,7 +14,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ from flare.agent.gpus import CPU_REVISION, Reading
 from flare.agent.ranks import Ranks
 from flare.errors import FlareError, RemoteProtocolError
 from flare.strict_json import loads
+from flare.values import dataclass
 
 INTERVAL = 1.0  # seconds between two samples
 DOCUMENT_TIMEOUT = 2.0  # seconds for one document, connection included

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from flare.printable import printable
 from flare.session import Listener, SocketAddress, format_address, parse_address
 from flare.settings import DEFAULT_PORT, Settings
 from flare.system import become_subreaper, take_signals
+from flare.values import dataclass
 from flare_workers.jobs import Hash, WorkerError
 from flare_workers.pool import WorkerPool
 from flare_workers.ranges import Ranges

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flare.cores.gguf import GgufHead, GgufTensor
 from flare.cores.safetensors import Header
 from flare.errors import CoreError
+from flare.values import dataclass
 
 RESERVED_CONTEXT = 4096  # tokens; a longer context needs --context-length and its own memory
 MICRO_BATCH = 512  # tokens that llama.cpp computes at once unless told otherwise

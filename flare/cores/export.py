@@ -14,7 +14,6 @@ import os
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from flare.errors import StorageError, UsageError
 from flare.files import NO_HARD_LINKS, describe_os_error, fsync_folder, scratch_folder
 from flare.paths import safe_component
 from flare.strict_json import canonical
+from flare.values import dataclass
 from flare_workers.blocks import DIGEST_SIZE
 
 HEADER_ALIGNMENT = 8  # the safetensors format begins its data at a multiple of eight

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import BinaryIO, TypeAlias
 
 from flare.errors import CoreError
+from flare.values import dataclass
 
 Value: TypeAlias = int | float | bool | str | tuple[int | float | bool, ...]
 

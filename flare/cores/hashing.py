@@ -14,7 +14,6 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +22,7 @@ from typing import TypeAlias
 
 from flare.errors import StorageError
 from flare.files import describe_os_error
+from flare.values import dataclass
 from flare_workers.blocks import BLOCK_SIZE, FileDigests, ShortFileError
 
 Advance: TypeAlias = Callable[[int], None]

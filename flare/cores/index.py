@@ -7,7 +7,7 @@ import re
 import unicodedata
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import accumulate
 from typing import Any, Literal, cast
 
@@ -16,6 +16,7 @@ from flare.limits import MAX_FILES, MAX_RANKS, MAX_RUNS
 from flare.paths import check_relative_path
 from flare.printable import printable
 from flare.strict_json import MAX_COUNT, Reader, canonical, loads
+from flare.values import dataclass
 from flare_workers.blocks import BLOCK_SIZE, DIGEST_SIZE, block_count
 from flare_workers.ranges import Ranges
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from flare.errors import FlareError, StorageError
 from flare.files import read_bounded, write_atomic
 from flare.limits import MAX_FILES, MAX_RUNS
 from flare.strict_json import Reader, canonical, loads
+from flare.values import dataclass
 
 AGENT_MARKER = ".verified"  # in cores/<entry>/
 MODEL_MARKER = ".flare-verified.json"  # in models/<model-key>/<entry-id>/

@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -29,6 +28,7 @@ from flare.cores.safetensors import (
 )
 from flare.errors import CoreError, FlareError, IdentityError, IntegrityError, NotFoundError, TrustError
 from flare.identity import SIGNATURE_LENGTH, fingerprint, public_key_from_hex, verify
+from flare.values import dataclass
 from flare_workers.blocks import DIGEST_SIZE
 
 INDEX_KEY = "flare.index"

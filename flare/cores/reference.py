@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeAlias
 
 from flare.errors import UsageError
+from flare.values import dataclass
 
 # Hugging Face's own rule for owners and names, and what git takes for a branch, tag or commit.
 _REPOSITORY = re.compile(

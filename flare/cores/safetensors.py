@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from flare.errors import CoreError
 from flare.strict_json import MAX_COUNT, canonical, loads
+from flare.values import dataclass
 
 PREFIX_LENGTH = 8  # the header's length, u64 little-endian
 # The index, at most 32 MiB, is escaped once more inside the header; the rest is the tensor table.

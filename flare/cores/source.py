@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +22,7 @@ from flare.errors import CoreError, NotFoundError, UsageError
 from flare.files import read_bounded
 from flare.limits import MAX_FILES
 from flare.paths import check_relative_path
+from flare.values import dataclass
 
 MAX_CONFIG = 16 << 20  # config.json and the weights' own index; the largest seen have 2 MB
 # What llama.cpp's gguf-split makes; the engine opens the first part and finds the others itself.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.cores.hashing import DigestTask, Stages, digest_all, no_stages, open_regular
 from flare.cores.primary import Primary, load_primary
 from flare.errors import CoreError, IntegrityError
+from flare.values import dataclass
 from flare_workers.blocks import BLOCK_SIZE, DIGEST_SIZE
 from flare_workers.ranges import Ranges
 

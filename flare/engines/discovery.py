@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +18,7 @@ from flare.files import read_bounded
 from flare.paths import Paths
 from flare.printable import printable
 from flare.settings import Settings
+from flare.values import dataclass
 
 RECORD_NAME: Final = "engine.json"
 MAX_RECORD: Final = 64 * 1024

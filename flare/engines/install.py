@@ -21,7 +21,6 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -31,6 +30,7 @@ from flare.errors import BusyError, EngineError, IntegrityError, StorageError, U
 from flare.files import NO_HARD_LINKS, describe_os_error, ensure_private_folder, write_atomic
 from flare.paths import Paths
 from flare.printable import printable
+from flare.values import dataclass
 
 Report = Callable[[str], None]
 """Takes one line for the person."""

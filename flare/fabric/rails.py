@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from ipaddress import IPv4Network
 
 from flare.fabric.values import Endpoint
+from flare.values import dataclass
 
 MAX_RAILS = 2
 """Rails of one connection: a ConnectX-7 port has two PCIe halves, and it takes both to fill its cable."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from flare.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

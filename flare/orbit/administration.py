@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flare.errors import ConflictError, IdentityError, UsageError
 from flare.identity import public_key_from_hex
@@ -14,6 +14,7 @@ from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.pairing import ensure_controller_set
 from flare.paths import check_name
 from flare.trust.controllers import ControllerSet
+from flare.values import dataclass
 from flare.wire.messages import Hello
 
 

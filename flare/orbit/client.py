@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from flare.errors import ClockSkewError, FlareError, ForbiddenError, UnreachableError
@@ -18,6 +17,7 @@ from flare.orbit.controller import Controller
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.reporter import Reporter
 from flare.session import Session, connect, parse_address
+from flare.values import dataclass
 from flare.wire.handshake import PROTOCOL_VERSION
 from flare.wire.messages import Controllers, Hello, Message, Request, Status, StatusReply
 

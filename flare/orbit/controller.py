@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 
 from flare.errors import ConfigError, FlareError, ForbiddenError
 from flare.identity import Identity
@@ -12,6 +11,7 @@ from flare.orbit.orbit_records import OrbitFile
 from flare.orbit.reporter import Reporter
 from flare.paths import Paths, safe_component
 from flare.trust.controllers import ControllerSet
+from flare.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

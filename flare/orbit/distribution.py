@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flare.errors import FlareError, IntegrityError, LocalProtocolError, RemoteProtocolError
@@ -24,6 +23,7 @@ from flare.orbit.transfers import package_of, transfer
 from flare.orbit.upload import core_uploads, upload_files
 from flare.trust.grants import GRANT_LIFETIME, Grant, Member, new_launch_id, sign_grant
 from flare.trust.signed import KIND_TRANSFER_GRANT, SignedRecord
+from flare.values import dataclass
 from flare.wire.messages import Transfer, TransferSource
 from flare_workers.spawner import SpawnerHandle
 

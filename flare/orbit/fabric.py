@@ -7,7 +7,6 @@ interfaces, bytes take those or the transfer fails.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from flare.errors import UnreachableError
 from flare.fabric import routes
@@ -16,6 +15,7 @@ from flare.orbit.client import Client, required
 from flare.orbit.orbit_records import NodeEntry
 from flare.session import parse_address
 from flare.trust.grants import TransferFabric
+from flare.values import dataclass
 from flare.wire.messages import Fabric
 from flare.wire.messages.transfers import EndpointReport
 

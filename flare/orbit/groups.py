@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,6 +15,7 @@ from flare.orbit.orbit_file import edit_orbit_file
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.runs import Run, SavedState, collect_runs, saved_states, select_runs
 from flare.orbit.stopping import Stopped, stop_group
+from flare.values import dataclass
 from flare.wire.messages import Attach, Remove, StatusReply
 
 

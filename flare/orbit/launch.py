@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from flare.errors import (
@@ -53,6 +53,7 @@ from flare.session import format_address, parse_address
 from flare.trust.grants import Grant, Member, TransferFabric, new_launch_id, sign_grant
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import KIND_RUN_GRANT, KIND_TRANSFER_GRANT, SignedRecord
+from flare.values import dataclass
 from flare.wire.messages import Run, Status, StatusReply
 from flare_workers.spawner import SpawnerHandle
 

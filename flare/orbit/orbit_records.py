@@ -9,7 +9,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from flare.paths import check_name
 from flare.printable import printable
 from flare.session.addresses import parse_address
 from flare.trust.signed import SignedRecord
+from flare.values import dataclass
 
 _RECORD_KEYS = ("body", "signer", "signature")
 _KEYS: dict[str, tuple[str, ...]] = {

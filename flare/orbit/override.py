@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.errors import NotFoundError, StorageError, UsageError
+from flare.values import dataclass
 from flare.wire.messages import Executable
 
 NAME_DIGITS = 16  # hex digits of the SHA-256 in the cache's file name

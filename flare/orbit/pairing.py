@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flare.errors import BusyError, FlareError, IdentityError, PairingError
 from flare.identity import fingerprint
@@ -18,6 +18,7 @@ from flare.printable import printable
 from flare.session import Session, connect, format_address, parse_address
 from flare.trust.controllers import ControllerSet
 from flare.trust.join_code import controller_proof, decode, hmac_key, node_proof
+from flare.values import dataclass
 from flare.wire.messages import NodeFacts, Pair
 
 PAIR_TIMEOUT = 20.0  # seconds; a wrong proof costs the node one second, a slow disk some more

@@ -8,7 +8,7 @@ rank's data; with any other number of nodes, and for a single-host core, everybo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from flare.cores.orbit_limits import check_part
@@ -25,6 +25,7 @@ from flare.orbit.transfers import complete_files, rank_files
 from flare.paths import check_name
 from flare.trust.grants import TransferFabric
 from flare.trust.publishers import PublisherProfile
+from flare.values import dataclass
 from flare.wire.messages import FileRanges, StatusReply
 
 

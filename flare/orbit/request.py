@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flare.cores.reference import CoreReference, LocalReference, parse_reference
@@ -12,6 +12,7 @@ from flare.limits import MAX_STREAMS
 from flare.orbit.orbit_records import GroupDefinition, NodeEntry, OrbitFile
 from flare.paths import check_name
 from flare.serving_options import RANK_ZERO_OPTIONS, SERVING_OPTIONS, ServingOptions, parse_serving
+from flare.values import dataclass
 
 DEFAULT_TRANSFER_STREAMS = 8  # the specification's default
 

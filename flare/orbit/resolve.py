@@ -6,7 +6,7 @@ import asyncio
 import os
 import stat as stat_module
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from flare.cores.orbit_limits import check_fits
@@ -27,6 +27,7 @@ from flare.orbit.client import REQUEST_TIMEOUT, Client
 from flare.orbit.orbit_records import NodeEntry
 from flare.paths import safe_component
 from flare.session import Session
+from flare.values import dataclass
 from flare.wire.messages import Get, Stat
 from flare.wire.messages.files import MAX_GET
 

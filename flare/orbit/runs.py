@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flare.errors import NotFoundError
 from flare.orbit.client import Answer
 from flare.orbit.fronts import reported_url
 from flare.orbit.orbit_records import GroupDefinition, NodeEntry
+from flare.values import dataclass
 from flare.wire.messages import GroupReport, StatusReply
 
 RUNNING = "running"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from flare.errors import LocalProtocolError, StorageError
 from flare.orbit.checking import check_files
@@ -17,6 +16,7 @@ from flare.orbit.transfers import complete_files, transfer
 from flare.orbit.upload import Upload, core_uploads, upload_files
 from flare.trust.publishers import PublisherProfile
 from flare.trust.signed import SignedRecord
+from flare.values import dataclass
 from flare.wire.messages import Transfer, TransferSource
 from flare_workers.spawner import SpawnerHandle
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flare.errors import FlareError, NotFoundError, UnreachableError
@@ -14,6 +13,7 @@ from flare.orbit.follow import describe_exit
 from flare.orbit.orbit_records import NodeEntry
 from flare.orbit.runs import RUNNING, report_of
 from flare.session import Session
+from flare.values import dataclass
 from flare.wire.messages import Exit, Status, StatusReply, Stop
 
 PEER_GRACE = 30.0  # seconds; the specification's time for peers to leave with rank zero

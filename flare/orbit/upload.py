@@ -12,7 +12,7 @@ import random
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from flare.errors import (
@@ -30,6 +30,7 @@ from flare.orbit.resolve import Core
 from flare.orbit.transfers import others_send
 from flare.session import Session
 from flare.settings import Settings
+from flare.values import dataclass
 from flare.wire.messages import Have, Put, PutDone
 from flare_workers.blocks import BLOCK_SIZE
 from flare_workers.jobs import CLOSED, CORRUPT, STORAGE, Send, WorkerError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from flare.values import dataclass
 
 CPU_REVISION = "cpu"
 """The revision of the one device that a node without NVML reports."""

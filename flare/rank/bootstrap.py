@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +18,7 @@ from flare.rank.link import Link
 from flare.rank.model_cache import EntryName, FolderLock, Found, find_entry, new_entry, publish
 from flare.rank.ranges import RangeReceiver
 from flare.strict_json import Reader
+from flare.values import dataclass
 from flare_workers.ranges import Ranges
 
 PROGRESS_INTERVAL: Final = 5.0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from flare.cores.index import CoreIndex
 from flare.errors import PlacementError
+from flare.values import dataclass
 
 DEFAULT_CONTEXT: Final = 4096
 """Tokens of a request unless --context-length says more: what the core's serving reserve was made for."""

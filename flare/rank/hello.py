@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from flare.printable import printable
 from flare.strict_json import Reader
+from flare.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from flare.rank.sockets import describe, is_unanswered
 from flare.serving_options import ServingOptions
 from flare.settings import Settings
 from flare.system import take_signals
+from flare.values import dataclass
 from flare_workers.ranges import Ranges
 
 SECOND_SIGNAL_AFTER: Final = 2.0

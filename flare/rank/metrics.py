@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
 from flare.rank.engines.base import EngineMetrics
+from flare.values import dataclass
 
 PROMETHEUS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +30,7 @@ from flare.errors import BusyError, ConflictError, FlareError, StorageError
 from flare.files import describe_os_error, ensure_private_folder, fsync_folder
 from flare.paths import safe_component
 from flare.system import lock_shared
+from flare.values import dataclass
 from flare_workers.ranges import Ranges
 
 PUBLISHER_PREFIX: Final = 16

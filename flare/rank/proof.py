@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
 from flare.errors import RemoteProtocolError
 from flare.limits import MAX_RANKS
+from flare.values import dataclass
 from flare_workers.cipher import RecordCipher
 
 MAGIC: Final = b"FLARERNK"

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from flare.errors import RemoteProtocolError
@@ -18,6 +17,7 @@ from flare.fabric.values import Endpoint
 from flare.rank.proof import Purpose
 from flare.rank.sockets import PROOF_LIMIT, notice_death, prove_blocking, set_up
 from flare.strict_json import Reader
+from flare.values import dataclass
 
 LOCAL_ANY: Final = ""
 """Leaves the choice of the local address to the kernel."""

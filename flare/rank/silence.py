@@ -17,8 +17,9 @@ import struct
 import termios
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
+
+from flare.values import dataclass
 
 LOOK_INTERVAL: Final = 0.5
 """Seconds between two looks."""

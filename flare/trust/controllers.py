@@ -7,7 +7,6 @@ before. A set keeps its whole chain, so that a holder can bring any other holder
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from flare.errors import ConflictError, ForbiddenError, NotFoundError, RemoteProtocolError, UsageError
@@ -15,6 +14,7 @@ from flare.identity import Identity, check_public_key, fingerprint
 from flare.paths import check_name
 from flare.strict_json import Reader, canonical
 from flare.trust.signed import KIND_CONTROLLERS, SignedRecord, open_record, read_public_key, sign
+from flare.values import dataclass
 
 MAX_CONTROLLERS = 64  # distinct keys in one set
 # PAIR carries the whole chain in a frame of 64 KiB, beside a proof and a name.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -24,6 +23,7 @@ from flare.trust.signed import (
     read_public_key,
     sign,
 )
+from flare.values import dataclass
 
 MAX_GPUS = 1024  # devices of one member
 MAX_WORDS = 256  # serving options; each is one word of an argv

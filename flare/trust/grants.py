@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,6 +40,7 @@ from flare.trust.grant_body import (
     sign_grant,
 )
 from flare.trust.signed import SignedRecord
+from flare.values import dataclass
 
 CLOCK_TOLERANCE = 60  # seconds that a node's clock may be behind the controller's
 GRANT_LIFETIME = 600  # seconds: a grant bounds the launch, not the serving

@@ -10,11 +10,12 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from flare.errors import ConfigError, UsageError
 from flare.identity import PUBLIC_KEY_LENGTH
 from flare.strict_json import Reader, canonical, loads
+from flare.values import dataclass
 
 CODE_LENGTH = 20  # bytes: 160 bits, eight groups of four base32 characters
 KEY_LENGTH = 32

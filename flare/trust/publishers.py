@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from flare.errors import ConfigError, IdentityError
 from flare.identity import fingerprint, public_key_from_hex
 from flare.paths import check_name
+from flare.values import dataclass
 
 MAX_PROFILE = 4096  # bytes; a profile has about 250
 

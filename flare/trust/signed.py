@@ -8,12 +8,12 @@ own kind, so that a record of one kind is never taken for another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from flare.errors import ForbiddenError, IdentityError, LocalProtocolError
 from flare.identity import PUBLIC_KEY_LENGTH, SIGNATURE_LENGTH, Identity, check_public_key, verify
 from flare.strict_json import Reader, canonical, loads
+from flare.values import dataclass
 
 MAX_BODY = 1024 * 1024  # a grant's bound in docs/protocol.md; nothing that is signed is larger
 

@@ -18,12 +18,12 @@ Parser states:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import NoReturn
 
 from flare.errors import FlareError, LocalProtocolError, RemoteProtocolError
+from flare.values import dataclass
 from flare_workers.cipher import (
     LENGTH_SIZE,
     MAX_PLAINTEXT,

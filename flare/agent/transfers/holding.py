@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from flare.agent.cache import Cache
@@ -18,6 +17,7 @@ from flare.cores.marker import Ranges as Runs
 from flare.errors import BusyError, ConflictError, FlareError, NotFoundError
 from flare.system import lock_shared
 from flare.trust.grants import Package
+from flare.values import dataclass
 from flare_workers.ranges import Ranges
 
 

@@ -15,7 +15,6 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from flare.agent.file_requests import worker_failure
 from flare.agent.node import Node
@@ -44,6 +43,7 @@ from flare.errors import (
 )
 from flare.files import describe_os_error
 from flare.trust.grants import Package
+from flare.values import dataclass
 from flare.wire.messages import FileRanges, TransferReply
 from flare_workers.blocks import BLOCK_SIZE
 from flare_workers.jobs import WorkerError

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from flare.cores.index import CoreIndex
 from flare.cores.primary import Primary
 from flare.errors import ConflictError, FlareError, ForbiddenError, RemoteProtocolError, TrustError
 from flare.trust.grants import Package, check_ranges
+from flare.values import dataclass
 from flare.wire.messages import FileRanges
 from flare_workers.ranges import Ranges, Run
 

@@ -7,7 +7,7 @@ directory has of a file is copied into the file on its way, and never linked und
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from flare.agent.cache import Cache
 from flare.agent.inventory import Signed, name_primary
@@ -17,6 +17,7 @@ from flare.agent.transfers.plan import WantedFile
 from flare.agent.waiting import in_thread
 from flare.cores.marker import AGENT_MARKER, MarkedFile, Marker, read_marker
 from flare.trust.grants import Package
+from flare.values import dataclass
 from flare_workers.ranges import Ranges
 
 

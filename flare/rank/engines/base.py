@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from flare.cores.primary import Primary
 from flare.engines.discovery import EngineInstall
 from flare.rank.capacity import Agreement, CacheNeeds
 from flare.serving_options import ServingOptions
+from flare.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from flare.errors import LocalProtocolError, RemoteProtocolError
 from flare.limits import MAX_RANGES
 from flare.paths import check_name
 from flare.strict_json import MAX_COUNT, Reader, canonical, loads
+from flare.values import dataclass
 from flare.wire.frames import BODY_LIMITS, Tag, encode_frame
 
 MAX_VALUES = 200_000  # members and items of one body: 65,536 ranges are 196,608, and take 25 ms to parse

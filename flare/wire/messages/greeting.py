@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from flare.errors import FlareError, ForbiddenError, PairingError
 from flare.strict_json import Reader
 from flare.trust.signed import SignedRecord, read_public_key
+from flare.values import dataclass
 from flare.wire.frames import BODY_LIMITS, Tag
 from flare.wire.messages.base import (
     MAX_ADDRESS,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from flare.errors import RemoteProtocolError
 from flare.limits import MAX_RANKS
 from flare.strict_json import Reader
 from flare.trust.signed import SignedRecord
+from flare.values import dataclass
 from flare.wire.frames import BODY_LIMITS, KIB, Tag
 from flare.wire.messages.base import (
     MAX_NAME_TEXT,

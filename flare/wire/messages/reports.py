@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from flare.limits import MAX_FILES
 from flare.strict_json import Reader
 from flare.trust.signed import read_public_key
+from flare.values import dataclass
 from flare.wire.frames import BODY_LIMITS, MAX_REPORT, Tag
 from flare.wire.messages.base import (
     MAX_ADDRESS,
