@@ -258,6 +258,7 @@ def test_fewer_nodes_than_ranks() -> None:
     assert "no listed node after b, which takes rank 1, can serve rank 2" in refused(
         needs(3), [node("a"), node("b")], listed=True
     )
+    assert "no node is left for rank 0\n" in refused(needs(1), [node("a", gpu(0, 1))])
     assert "no listed node can serve rank 0" in refused(needs(1), [node("a", gpu(0, 1))], listed=True)
 
 

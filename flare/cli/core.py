@@ -21,15 +21,22 @@ def core() -> None:
 @click.argument("path", metavar="CORE", type=click.Path(readable=False))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(path: str, as_json: bool) -> None:
-    """Print what a core is, who signed it, and what each rank needs. Digests nothing."""
-    from pathlib import Path
+    """Print what a core is, who signed it, and what each rank needs. Digests nothing.
 
+    CORE is a primary .safetensors file on this machine.
+
+    For each rank, STORES are the core's bytes that it reads from its node's disk (llama.cpp's others
+    get their weights from rank zero), DEVICE the weights that it puts on its device, and RESERVE what its device
+    needs besides, for context and computing. Placement wants DEVICE and RESERVE free.
+
+    \b
+    Example:  flare core show ~/cores/Model-gb10-pp2.safetensors
+    """
     from flare.cli.output import human_bytes, print_json, say, table
-    from flare.cores.primary import load_primary
     from flare.cores.publisher_keys import load_trust_store, own_publishers
     from flare.paths import Paths
 
-    primary = load_primary(Path(path))
+    primary = _load(path, "show")
     paths = Paths.from_environment()
     own = own_publishers(paths).get(primary.fingerprint)
     accepted = load_trust_store(paths).find(primary.fingerprint)
@@ -75,15 +82,21 @@ def show(path: str, as_json: bool) -> None:
 @click.argument("path", metavar="CORE", type=click.Path(readable=False))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(path: str, as_json: bool) -> None:
-    """Digest all of a core's stored data against its signed index."""
+    """Digest all of a core's stored data against its signed index.
+
+    CORE is a primary .safetensors file on this machine. Nothing is sent or changed; a block that is not the
+    signed one is named, with exit code 6.
+
+    \b
+    Example:  flare core verify ~/cores/Model-gb10-pp2.safetensors
+    """
     from pathlib import Path
 
     from flare.cli.output import human_bytes, human_duration, human_rate, print_json, progress, say, warn
     from flare.cores.orbit_limits import excess, names_of
-    from flare.cores.primary import load_primary
     from flare.cores.verify import verify_core
 
-    primary = load_primary(Path(path))
+    primary = _load(path, "verify")
     with progress() as add:
         report = verify_core(primary, progress=lambda label, total: add(label, total).advance)
     too_many = excess(names_of(primary.index, Path(path).name))
@@ -101,10 +114,34 @@ def verify(path: str, as_json: bool) -> None:
         )
         return
     rate = human_rate(report.bytes / max(report.seconds, 1e-6))
+    took = f"{report.seconds:.1f} s" if report.seconds < 60 else human_duration(report.seconds)
     say(
         f"Verified {path}: {human_bytes(report.bytes)} in {report.files} file(s), {report.blocks} blocks, "
-        f"{human_duration(report.seconds)} ({rate})."
+        f"{took} ({rate})."
     )
+
+
+def _load(text: str, command: str) -> Primary:
+    """Read the core that a person named; of another machine's file say where it can be read."""
+    from pathlib import Path
+
+    from flare.cores.primary import load_primary
+    from flare.cores.reference import NodeReference, parse_reference
+    from flare.errors import NotFoundError, UsageError
+
+    try:
+        return load_primary(Path(text))
+    except NotFoundError:
+        try:
+            reference = parse_reference(text)
+        except UsageError:
+            reference = None  # the path says enough
+        if isinstance(reference, NodeReference):
+            raise NotFoundError(
+                f"{text} is on the node {reference.node}, and this command reads files of this machine. "
+                f"Run it there: flare core {command} {reference.path}"
+            ) from None
+        raise
 
 
 def _described(primary: Primary, *, accepted: bool, own: bool) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def assign_unlisted(table: Table) -> list[int]:
     for rank in range(ranks):
         moves = _moves(table, preferred, taken, rank)
         if moves is None:
-            raise table.failure(f"no node is left for rank {rank}, whichever nodes the ranks before it take")
+            whichever = ", whichever nodes the ranks before it take" if rank else ""
+            raise table.failure(f"no node is left for rank {rank}{whichever}")
         taken.update({position: moved for moved, position in moves})
     return sorted(taken, key=lambda position: taken[position])
 

@@ -23,6 +23,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return live_in(tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_core_of_a_node_is_looked_at_there(capsys: Capture, command: str) -> None:
+    code, _, err = call(capsys, "core", command, "maxwell:/data/x.safetensors")
+    assert code == 11
+    assert "maxwell:/data/x.safetensors is on the node maxwell" in err
+    assert f"Run it there: flare core {command} /data/x.safetensors" in err
+    for other in ("nope.safetensors", "maxwell:x", "a b"):
+        assert f"There is no core at {other}" in call(capsys, "core", command, other)[2]
+
+
+def test_the_columns_are_explained(capsys: Capture, tmp_path: Path) -> None:
+    shown = call(capsys, "core", "show", str(gguf_core(tmp_path)))[1]
+    help_text = call(capsys, "core", "show", "--help")[1]
+    (columns,) = (line.split() for line in shown.splitlines() if line.startswith("RANK"))
+    assert all(column in help_text for column in columns[1:])
+
+
 def test_show(capsys: Capture, tmp_path: Path) -> None:
     path = gguf_core(tmp_path)
     code, out, _ = call(capsys, "core", "show", str(path))
@@ -75,7 +92,7 @@ def test_verify(capsys: Capture, tmp_path: Path) -> None:
     path = write_core(tmp_path, {"model/a": b"data"})
     code, out, _ = call(capsys, "core", "verify", str(path))
     assert code == 0
-    assert f"Verified {path}: 4 B in 1 file(s), 1 blocks" in out
+    assert f"Verified {path}: 4 B in 1 file(s), 1 blocks, 0.0 s" in out
     described = json.loads(call(capsys, "core", "verify", str(path), "--json")[1])
     assert described.pop("seconds") >= 0
     assert described == {"verified": True, "files": 1, "blocks": 1, "bytes": 4}
