@@ -25,9 +25,9 @@ def show(path: str, as_json: bool) -> None:
 
     CORE is a primary .safetensors file on this machine.
 
-    For each rank, STORES are the core's bytes that it reads from its node's disk (llama.cpp's others
-    get their weights from rank zero), DEVICE the weights that it puts on its device, and RESERVE what its device
-    needs besides, for context and computing. Placement wants DEVICE and RESERVE free.
+    For each rank, STORES are the core's bytes that it reads from its node's disk (with llama.cpp rank zero
+    reads them all, and sends the others their weights), DEVICE the weights that it puts on its device, and
+    RESERVE what the device needs besides, for context and computing. Placement wants DEVICE and RESERVE free.
 
     \b
     Example:  flare core show ~/cores/Model-gb10-pp2.safetensors
