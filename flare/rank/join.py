@@ -46,23 +46,52 @@ async def join(
         UnreachableError: rank zero does not listen there, or has another launch key.
         RankError: rank zero refused this rank, and said why.
     """
+    tries = TRIES if launched else 1
+    while True:
+        connection = await _connect(host, port, seconds, remark)
+        try:
+            return await _introduce(connection, (host, port), rank, key, facts, seconds, launched=launched)
+        except _LostError:
+            tries -= 1
+            if not tries:
+                raise
+        await asyncio.sleep(LAST_PAUSE)
+
+
+class _LostError(UnreachableError):
+    """Rank zero ended the connection before it welcomed this rank, and said nothing."""
+
+
+async def _introduce(
+    connection: socket.socket,
+    address: tuple[str, int],
+    rank: int,
+    key: bytes,
+    facts: PeerFacts,
+    seconds: float,
+    *,
+    launched: bool,
+) -> tuple[Link, Reader]:
+    """Prove the launch key on a fresh connection, and be welcomed. Closes it when it fails."""
     loop = asyncio.get_running_loop()
-    connection = await _connect(host, port, seconds, remark)
     try:
         digest = await _prove(connection, rank, key)
     except BaseException as problem:
         shut(connection)  # wakes the thread, if it still waits
         connection.close()
         if isinstance(problem, UnreachableError | RemoteProtocolError):
-            raise _unproven(problem, show((host, port)), launched=launched) from None
+            raise _unproven(problem, show(address), launched=launched) from None
         raise
     send, receive = record_ciphers(key, digest)
-    link = Link(connection, send, receive, f"rank zero ({show((host, port))})")
+    link = Link(connection, send, receive, f"rank zero ({show(address)})")
     try:
-        await link.send(hello_message(facts))
-        begun = loop.time()
-        async with asyncio.timeout(seconds):
-            message = await link.receive()
+        try:
+            await link.send(hello_message(facts))
+            begun = loop.time()
+            async with asyncio.timeout(seconds):
+                message = await link.receive()
+        except UnreachableError as problem:
+            raise _LostError(problem.message) from None
         if message["type"] == "refused":
             raise RankError(f"Rank zero refused rank {rank}: {words_of(message)}")
         if message["type"] == "stop":  # the group failed while this rank was joining
@@ -87,13 +116,17 @@ def _unproven(
 ) -> UnreachableError | RemoteProtocolError:
     """Return a failed proof with what whoever started this rank can do."""
     if launched:
-        return UnreachableError(
+        kind = _LostError if isinstance(problem, UnreachableError) else UnreachableError
+        return kind(
             f"What listens at {address} is not this launch's rank zero, or ended the connection: another "
             "program took the port meanwhile? Run the command again; rank zero's own reason says more."
         )
     return type(problem)(f"{problem.message} Compare the two sides' --rendezvous-key-file.")
 
 
+TRIES: Final = 3
+"""Of a rank that an agent started: rank zero ends the connection also when the group is stopped just now, and
+then nobody listens at the next try. Whoever stopped it stops this rank too: it is no failure."""
 FIRST_PAUSE: Final = 0.02
 """Seconds to the second try: rank zero, started first, often needs a moment longer for its HTTP front."""
 LAST_PAUSE: Final = 0.5

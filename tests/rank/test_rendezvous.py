@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flare.errors import BusyError, FlareError, RankError, RemoteProtocolError, UnreachableError
+from flare.rank import join as join_module
 from flare.rank import join as joining
 from flare.rank import rendezvous as meeting
 from flare.rank.hello import PeerFacts, parse_hello
@@ -141,6 +142,48 @@ def test_a_rank_zero_that_does_not_know_the_key_is_refused(launched: bool, words
         server.close()
 
     run(work())
+
+
+@pytest.mark.parametrize(
+    ("launched", "listens_on", "connections", "words"),
+    [
+        (True, False, 1, r"does not listen at .* \(Connection refused\)"),  # as when the group was stopped
+        (True, True, join_module.TRIES, "is not this launch's rank zero"),
+        (False, True, 1, "it has another launch key"),
+    ],
+)
+def test_a_connection_that_ends_is_tried_again_where_an_agent_started_the_rank(
+    monkeypatch: pytest.MonkeyPatch, launched: bool, listens_on: bool, connections: int, words: str
+) -> None:
+    monkeypatch.setattr(join_module, "LAST_PAUSE", 0.05)
+    came = []
+
+    async def work() -> None:
+        async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            came.append(await reader.readexactly(44))
+            if not listens_on:
+                server.close()
+            writer.close()
+
+        server = await asyncio.start_server(end, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        said: list[str] = []
+        with pytest.raises(UnreachableError, match=words):
+            await join(
+                "127.0.0.1",
+                port,
+                rank=1,
+                key=KEY,
+                facts=FACTS,
+                remark=said.append,
+                seconds=0.3,
+                launched=launched,
+            )
+        assert any("does not listen" in line for line in said) is not listens_on
+        server.close()
+
+    run(work())
+    assert len(came) == connections
 
 
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(30), b"FLARE"])
