@@ -12,6 +12,7 @@ from flare.cli.orbit_common import cluster_option, json_option, open_controller,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flare.orbit.groups import Listing
     from flare.orbit.runs import Run
 
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 @json_option
 def ls(cluster: str | None, as_json: bool) -> None:
     """List saved groups and every run that the cluster's nodes keep, with devices and state.
+
+    A saved group that runs nowhere is "unknown" while a node that may run it does not answer. When no node
+    answered, the exit code is 4, or that of the reason that all share.
 
     \b
     Example:  flare orbit ls
@@ -34,8 +38,12 @@ def ls(cluster: str | None, as_json: bool) -> None:
     listing = run_async(list_groups(client, nodes))
     if as_json:
         output.print_json(listing.to_json())
-        return
+    else:
+        _print(listing)
     warn_unreachable(client, listing.answers)
+
+
+def _print(listing: Listing) -> None:
     if listing.runs:
         print_runs(listing.runs)
     stopped = [entry for entry in listing.saved if entry.state != "running"]
@@ -46,7 +54,7 @@ def ls(cluster: str | None, as_json: bool) -> None:
             ("saved group", "state", "core"),
             [(entry.definition.name, entry.state, entry.definition.core) for entry in stopped],
         )
-    if not listing.runs and not stopped:
+    if not listing.runs and not stopped and any(answer.reply is not None for answer in listing.answers):
         output.say(
             "No group runs, none is retained and none is saved. Start one with `flare orbit run CORE`."
         )

@@ -144,6 +144,22 @@ def test_status_goes_on_when_a_node_is_away_and_fails_when_all_are(flare: Flare,
         assert "No node answered" in outcome.err
 
 
+def test_saved_groups_are_listed_while_no_node_answers(flare: Flare, tmp_path: Path) -> None:
+    write_node(tmp_path, "maxwell", f"127.0.0.1:{closed_port()}")
+    nothing = flare("orbit", "ls")
+    assert (nothing.code, nothing.out) == (4, "")  # whether a group runs is not known
+    with orbit_file(tmp_path).open("a") as file:
+        file.write('[[group]]\nname = "glm"\ncore = "maxwell:/data/glm.safetensors"\n')
+    listed = flare("orbit", "ls")
+    assert listed.code == 4
+    assert re.search(r"glm +unknown +maxwell:/data/glm\.safetensors", listed.out)
+    assert "No node answered" in listed.err
+    listed = flare("orbit", "ls", "--json")
+    assert listed.code == 4
+    assert [group["state"] for group in json.loads(listed.out)["saved"]] == ["unknown"]
+    assert json.loads(listed.out)["unreachable"] == ["maxwell"]
+
+
 def test_several_clusters_ask_for_a_name(flare: Flare, tmp_path: Path) -> None:
     write_node(tmp_path, "maxwell", "127.0.0.1:1")
     with orbit_file(tmp_path).open("a") as file:
