@@ -249,9 +249,11 @@ def ask(url: str, controller: Path, question: str) -> None:
 
 
 def leftovers() -> list[str]:
-    """Return the processes that still have a HOME under .quickstart in their environment."""
+    """Return the other processes that have a HOME under .quickstart in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
+        if folder.name == str(os.getpid()):
+            continue  # started where HOME is as --keep said
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -415,7 +417,8 @@ def show_what_rank_one_holds(controller: Path) -> None:
 
 def print_what_next(controller: Path, nodes: list[Node], url: str, core: Path) -> None:
     """Say what a person can try while everything is up."""
-    heading("Left running. Try next:")
+    pids = " ".join(str(node.process.pid) for node in nodes if node.process)
+    heading("Left running. Try next, in a shell of its own, since HOME is another one there:")
     print(
         f"""  export HOME={controller} XDG_DATA_HOME={FETCHED / "data"} PATH={FLARE.parent}:$PATH
   flare orbit status
@@ -423,7 +426,7 @@ def print_what_next(controller: Path, nodes: list[Node], url: str, core: Path) -
   curl {url}/v1/models
   flare core show {core}
   flare orbit stop {GROUP}
-Then stop the agents:  kill {" ".join(str(node.process.pid) for node in nodes if node.process)}""",
+Then stop the agents, and what they run:  kill {pids}""",
         flush=True,
     )
 

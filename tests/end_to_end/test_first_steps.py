@@ -166,3 +166,16 @@ def test_ctrl_c_while_the_environment_is_set_up_is_told(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("")
     complaints = interrupted([str(script)], tmp_path, environment)
     assert complaints == "\nquickstart: interrupted; run it again to go on.\n"
+
+
+def test_a_shell_that_does_as_keep_said_can_run_it_again(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(TOOLS), "HOME": str(tmp_path / "controller")}
+    code = f"import pathlib, quickstart_steps as steps\nsteps.BASE = pathlib.Path({str(tmp_path)!r})\n"
+    command = [sys.executable, "-c", f"{code}print(steps.leftovers())"]
+    kept = subprocess.Popen(["sleep", "60"], env=environment)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    finally:
+        kept.kill()
+        kept.wait()
+    assert done.stdout == f"['{kept.pid} sleep 60 ']\n", done
