@@ -167,14 +167,13 @@ class _Carrier:
             self._next.put(engine)
 
     def _run(self, move: Callable[[_Pipe], None]) -> None:
-        pipe = _Pipe()
         try:
-            move(pipe)
-        except OSError as problem:
+            with contextlib.closing(_Pipe()) as pipe:
+                move(pipe)
+        except OSError as problem:  # also that this process has no descriptor left for the pipe
             if not self._over:
                 self._on_broken(problem)
         finally:
-            pipe.close()
             self._leave()
 
     def _send(self, pipe: _Pipe) -> None:
@@ -187,11 +186,15 @@ class _Carrier:
             self._connection.sendall(bytes(_HEADER_LENGTH))
 
     def _receive(self, pipe: _Pipe) -> None:
+        ended: socket.socket | None = None
         while (length := self._next_length()) is not None:
             engine = self._engine or self._answered()
             if engine is None:
                 return
+            if engine is ended:
+                raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
             if length == 0:
+                ended = engine
                 with contextlib.suppress(OSError):
                     engine.shutdown(socket.SHUT_WR)
                 self._end_direction()
@@ -237,12 +240,15 @@ class _Carrier:
             self._threads -= 1
             last = self._threads == 0
             used = [self._connection, *([] if self._engine is None else [self._engine])]
+            if not last:
+                # One side is gone: the other must hear of it, or an engine waits for ever. Under the lock, so
+                # that the other thread has closed nothing yet whose number means another connection by now.
+                for each in used:
+                    shut(each)
         if last:
             self._sockets.drop(*used)
-            return
-        for each in used:  # one side is gone: the other must hear of it, or an engine waits for ever
-            shut(each)
-        self._next.put(None)
+        else:
+            self._next.put(None)
 
 
 class TunnelHead:
@@ -286,7 +292,8 @@ class TunnelHead:
         while not self._sockets.closed:
             try:
                 engine, _ = self._listener.accept()
-            except OSError:
+            except OSError as problem:  # at the end; or no descriptor is left, and the engine waits in vain
+                self._broken(problem)
                 return
             engine.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:

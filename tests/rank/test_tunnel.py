@@ -121,10 +121,10 @@ def test_many_connections_one_after_the_other(lab: Tunnel) -> None:
         with lab.dial() as connection:
             connection.sendall(bytes([number]))
             assert connection.recv(10) == bytes([number])
-    until_true(lambda: lab.engine.count == 40)
-    # The same few connections between the ranks carried them all, and what the engine ended was let go.
-    assert len(lab.reserve) <= tunnel.RESERVE + 2
-    until_true(lambda: len(lab.peer._sockets._sockets) == len(lab.reserve))
+        # What the engine ended is let go; a carrier is opened where the next connection comes before that.
+        until_true(lambda: lab.head._free.qsize() == len(lab.reserve) == len(lab.peer._sockets._sockets))
+    assert lab.engine.count == 40
+    assert len(lab.reserve) == tunnel.RESERVE + 1  # the same few carried them all
 
 
 def test_several_connections_at_once(lab: Tunnel) -> None:
@@ -211,6 +211,57 @@ def test_a_frame_that_is_too_long_is_refused() -> None:
     for zero in lab.reserve:
         zero.close()
     lab.close()
+
+
+def test_a_frame_after_the_end_of_its_direction_is_refused() -> None:
+    failures: list[FlareError | OSError] = []
+    zeros: list[socket.socket] = []
+    refusing = threading.Event()
+
+    def connect() -> socket.socket:
+        if refusing.is_set():
+            raise ConnectionRefusedError
+        peer, zero = tcp_pair()
+        zeros.append(zero)
+        return peer
+
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        peer = TunnelPeer(connect, engine.getsockname()[1], failures.append)
+        peer.start()
+        until_true(lambda: len(peer._sockets._sockets) == tunnel.RESERVE)
+        refusing.set()
+        zeros[0].sendall(bytes(8))  # the second end would be that of the engine's answer
+        with engine.accept()[0] as asked:
+            until_true(lambda: len(failures) == 2)
+            assert {problem.errno for problem in failures if isinstance(problem, OSError)} == {
+                None,
+                errno.EPROTO,
+            }
+            assert ended(asked)
+    for zero in zeros:
+        zero.close()
+    peer.close()
+    until_true(lambda: not peer._sockets._sockets)
+
+
+def test_a_process_without_descriptors_says_so_and_ends_the_engines_connection(
+    lab: Tunnel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_flags: int) -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    until_true(lambda: len(lab.reserve) == tunnel.RESERVE)
+    monkeypatch.setattr(tunnel.os, "pipe2", none_left)
+    with lab.connect() as peer:
+        until_true(lambda: lab.broken)
+        assert {problem.errno for _, problem in lab.broken} == {errno.EMFILE}
+        assert ended(peer)
+
+
+def test_a_head_that_can_accept_no_more_says_so(lab: Tunnel) -> None:
+    shut(lab.head._listener)
+    until_true(lambda: lab.broken)
+    assert isinstance(lab.broken[0][1], OSError)
 
 
 def test_an_engine_that_says_nothing_and_ends_leaves_the_carrier_free(lab: Tunnel) -> None:
