@@ -32,7 +32,7 @@ from flare.agent.ranks import Ranks
 from flare.agent.sampler import Sampler
 from flare.agent.uploads import Uploads
 from flare.agent.waiting import give_up_after
-from flare.errors import UnreachableError
+from flare.errors import ConfigError, UnreachableError, UsageError
 from flare.identity import Identity
 from flare.paths import Paths, check_name, safe_component
 from flare.printable import printable
@@ -75,12 +75,27 @@ def run_agent(paths: Paths, options: AgentOptions) -> None:
         FlareError: what is wrong with the settings, the key, or the cache.
     """
     settings = Settings.load(paths)
-    host, port = parse_listen(settings.agent.listen if options.listen is None else options.listen)
+    host, port = listen_address(paths, settings, options.listen)
     name = check_name(options.name, "node name") if options.name is not None else default_name()
     become_subreaper()
     with contextlib.closing(start()) as spawner, AgentLock(paths.agent_folder / "lock") as lock:
         log_to_stderr()
         asyncio.run(_serve(paths, settings, options, name, (host, port), spawner, lock))
+
+
+def listen_address(paths: Paths, settings: Settings, given: str | None) -> SocketAddress:
+    """Return where to listen: as the command line says, else as config.toml does.
+
+    Raises:
+        UsageError: the command line's is no address.
+        ConfigError: that of config.toml is none.
+    """
+    if given is not None:
+        return parse_listen(given)
+    try:
+        return parse_listen(settings.agent.listen)
+    except UsageError as problem:
+        raise ConfigError(f'{paths.settings_file}: "agent.listen": {problem.message}') from None
 
 
 def parse_listen(text: str) -> SocketAddress:

@@ -95,7 +95,7 @@ def install(
 
     from flare.agent import install as installation
     from flare.agent.pairing import allow_first, install_code
-    from flare.agent.service import installed_executable, parse_listen
+    from flare.agent.service import installed_executable, listen_address
     from flare.cli.output import print_json, say, warn
     from flare.errors import UsageError
     from flare.identity import Identity
@@ -109,9 +109,9 @@ def install(
             "--join-code and --accept-first exclude each other: the first proves, the second trusts."
         )
     settings = Settings.load(paths)
+    listen_address(paths, settings, listen)
     if listen is None:
         listen = settings.agent.listen
-    parse_listen(listen)
     options = ["--listen", listen]
     if name is not None:
         options += ["--name", check_name(name, "node name")]
@@ -264,7 +264,7 @@ def _print_invitation(paths: Paths, code: str | None, expires: int, as_json: boo
     from datetime import datetime
 
     from flare.agent.lock import running_agent
-    from flare.agent.service import WILDCARDS, default_name, parse_listen
+    from flare.agent.service import WILDCARDS, default_name, listen_address, parse_listen
     from flare.cli.output import print_json, say, warn
     from flare.identity import Identity
     from flare.session import format_address
@@ -273,8 +273,10 @@ def _print_invitation(paths: Paths, code: str | None, expires: int, as_json: boo
     identity = Identity.load_or_create(paths.node_key, "The node key")
     running = running_agent(paths.agent_folder / "lock")
     paired = paths.controllers_file.exists()
-    listen = running.listen[0] if running and running.listen else Settings.load(paths).agent.listen
-    bound, port = parse_listen(listen)
+    if running and running.listen:
+        bound, port = parse_listen(running.listen[0])
+    else:
+        bound, port = listen_address(paths, Settings.load(paths), None)
     host = socket.gethostname() if bound in WILDCARDS else bound
     if port not in (DEFAULT_PORT, 0):
         host = format_address(host, port)

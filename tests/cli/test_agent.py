@@ -253,6 +253,16 @@ def test_install_refuses_what_no_unit_can_hold(node: Agent) -> None:
     assert node.command("agent", "install", "--name", "a b").returncode == 2
 
 
+def test_a_wrong_address_in_the_settings_is_named_with_their_file(node: Agent) -> None:
+    with_systemd(node)
+    node.paths.settings_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    node.paths.settings_file.write_text('[agent]\nlisten = "127.0.0.1:99999"\n')
+    for words in (("agent",), ("agent", "install"), ("agent", "join-code")):
+        wrong = node.command(*words)
+        assert wrong.returncode == 3, wrong
+        assert f'{node.paths.settings_file}: "agent.listen": "127.0.0.1:99999" is no address' in wrong.stderr
+
+
 def test_second_agent_of_one_account(node: Agent) -> None:
     node.start()
     done = node.command("agent", "--listen", "127.0.0.1:0")
