@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 
 READ_SIZE = 64 * 1024  # what a pipe holds
+HURRY_SIZE = READ_SIZE // 4  # from here on the pipe could be full: small writes leave half of its pages empty
+DRAIN_LIMIT = 1 << 20  # bytes; what an engine can make a pipe hold
 
 
 class PipeReader:
@@ -16,7 +18,8 @@ class PipeReader:
 
     Args:
         pause: seconds between two looks. An engine prints a thousand lines while it loads, each of which
-            would wake the event loop; what comes within a pause is read at once.
+            would wake the event loop; what comes within a pause is read at once. It is left out where so much
+            has come that who writes might wait for room.
     """
 
     def __init__(
@@ -49,23 +52,24 @@ class PipeReader:
         if not data:
             self.close()
             return
-        if self._pause:
+        if self._pause and len(data) < HURRY_SIZE:
             self._loop.remove_reader(self._descriptor)
             self._loop.call_later(self._pause, self._look)
         self._received(data)
 
     def drain(self) -> None:
-        """Take what is there now, then close: nobody who could write more is alive."""
-        while self._descriptor >= 0:
-            before = self._descriptor
+        """Take what is there now, then close; somebody who goes on writing is not waited for."""
+        taken = 0
+        while self._descriptor >= 0 and taken < DRAIN_LIMIT:
             try:
-                data = os.read(before, READ_SIZE)
+                data = os.read(self._descriptor, READ_SIZE)
             except OSError:
-                data = b""
+                break
             if not data:
-                self.close()
-                return
+                break
+            taken += len(data)
             self._received(data)
+        self.close()
 
     def close(self) -> None:
         """Close the descriptor and call `ended`; a second call does nothing."""
