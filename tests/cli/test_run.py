@@ -178,7 +178,7 @@ def test_cores_that_cannot_be_served_here_are_refused_at_once(
     rendezvous = ("--rank", "0", "--rendezvous", "127.0.0.1:0", "--ranks", "3")
     for path, words, code, message in (
         (gguf_core(tmp_path / "two"), (), 2, "is made for 2 ranks"),
-        (gguf_core(tmp_path / "three"), rendezvous, 2, "a port is a number"),
+        (gguf_core(tmp_path / "three"), rendezvous, 2, "a port is a whole number"),
         (
             gguf_core(tmp_path / "four"),
             ("--rank", "0", "--rendezvous", "h:1", "--ranks", "3"),

@@ -295,7 +295,7 @@ WRONG = {
     ),
     "bad address": (
         node_text(1, "maxwell") + node_text(2, "hertz").replace("hertz:29900", "hertz:abc"),
-        r"orbit\.toml:10: address of node hertz: \"hertz:abc\" is no address: a port is a number",
+        r"orbit\.toml:10: address of node hertz: \"hertz:abc\" is no address: a port is a whole number",
     ),
     "bad node name": ('[[node]]\nname = "-a"\n', r"orbit\.toml:2: \"-a\" is no node name"),
     "name of wrong kind": (
