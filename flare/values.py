@@ -22,14 +22,21 @@ else:
 
         def define(cls: type) -> type:
             made = dataclasses.dataclass(slots=slots, eq=False, repr=False)(cls)
-            compared = [field.name for field in dataclasses.fields(made) if field.compare]
-            made._compared = attrgetter(*compared) if compared else type
+            fields = dataclasses.fields(made)
+            made._compared = _getter([field.name for field in fields if field.compare])
+            made._hashed = _getter(
+                [field.name for field in fields if (field.compare if field.hash is None else field.hash)]
+            )
             for name, method in _SHARED.items():
                 if name not in vars(cls):
                     setattr(made, name, method)
             return made
 
         return define
+
+
+def _getter(names: list[str]) -> Any:
+    return attrgetter(*names) if names else type
 
 
 def _set_once(self: Any, name: str, value: object) -> None:
@@ -50,7 +57,7 @@ def _equal(self: Any, other: Any) -> Any:
 
 
 def _hash(self: Any) -> int:
-    return hash(self._compared(self))
+    return hash(self._hashed(self))
 
 
 def _show(self: Any) -> str:

@@ -40,6 +40,12 @@ class Told:
         return "told"
 
 
+@dataclass(frozen=True, slots=True)
+class Documented:
+    name: str
+    document: dict[str, int] = field(default_factory=dict, hash=False)
+
+
 @dataclass(slots=True)
 class Counter:
     count: int = 0
@@ -111,6 +117,12 @@ def test_what_a_class_defines_itself_is_kept_and_one_without_fields_is_equal_to_
     assert Nothing() == Nothing()
     assert hash(Nothing()) == hash(Nothing())
     assert Nothing() != Told(1)
+
+
+def test_a_field_that_is_left_out_of_the_hash_still_counts_for_equality() -> None:
+    assert hash(Documented("a", {"x": 1})) == hash(Documented("a"))
+    assert Documented("a", {"x": 1}) != Documented("a")
+    assert Documented("a").document is not Documented("a").document
 
 
 def test_a_class_that_is_no_value_is_a_standard_one() -> None:
