@@ -224,13 +224,17 @@ class Arrivals:
         if place.entry is None and ranges != Ranges.whole(size):
             raise RemoteProtocolError(f"PUT of a {place.kind} takes the whole file, not ranges of it.")
         replacing = None
-        if (await ask_disk(self._cache.have, place, size))[0]:
+        held, _ = await ask_disk(self._cache.have, place, size)
+        there = None if held else self._cache.size_of(place)
+        if there == size:  # it was published since that look, by another upload of the same core
+            held, _ = await ask_disk(self._cache.have, place, size)
+        if held:
             if publisher is None or await signed_by(place, size, publisher):
                 return None
             replacing = publisher
             assert place.entry is not None, "only cores have publishers"
             await self._cache.check_idle(place.entry, self._pins_of(place))
-        elif self._cache.size_of(place) is not None:
+        elif there not in (None, size):
             raise ConflictError(
                 f"The cache holds a file named {place.path} with another size. Remove that core there first."
             )

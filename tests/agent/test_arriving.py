@@ -17,7 +17,7 @@ import pytest
 from flare.agent import arriving
 from flare.agent.arriving import Arrivals, BroughtByOtherError
 from flare.agent.cache import Cache
-from flare.agent.places import Entry
+from flare.agent.places import Entry, Place
 from flare.cores.marker import Marker
 from flare.errors import BusyError, ConflictError, IdentityError, StorageError, TransferError
 from flare.paths import Paths
@@ -63,6 +63,34 @@ def test_one_failed_share_gives_the_file_up(cache: Cache) -> None:
         assert await arrivals.begin(place, 100, Ranges.whole(100)) is not None
         arrivals.close()
         assert left(cache) == 0
+
+    drive(scenario())
+
+
+def test_a_file_that_comes_between_two_looks_is_no_conflict(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = cache.place("core", f"{ENTRY}/model/config.json")
+    have = cache.have
+    looks: list[bool] = []
+
+    def late(asked: Place, size: int) -> tuple[bool, bool]:
+        found = have(asked, size)
+        if not looks:  # another upload publishes it right after this look
+            arrived = cache.new_arrival()
+            arrived.write_bytes(b"{}")
+            cache.publish(arrived, place)
+        looks.append(found[0])
+        return found
+
+    monkeypatch.setattr(cache, "have", late)
+
+    async def scenario() -> None:
+        arrivals = arrivals_of(cache)
+        assert await arrivals.begin(place, 2, Ranges.whole(2)) is None
+        assert looks == [False, True]
+        with pytest.raises(ConflictError, match="with another size"):
+            await arrivals.begin(place, 3, Ranges.whole(3))
 
     drive(scenario())
 
