@@ -7,7 +7,8 @@ import errno
 import os
 import secrets
 import socket
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 from flare.errors import BusyError, ConfigError, RemoteProtocolError, UnreachableError
 from flare.rank.proof import (
@@ -85,35 +86,70 @@ def listen(host: str, port: int) -> socket.socket:
 async def listen_http(host: str, port: int) -> list[socket.socket]:
     """Return sockets that listen on every address of `host`; who connects waits until they are served.
 
+    Args:
+        port: the same on every address; 0 for one that is free.
+
     Raises:
         BusyError: the port is taken.
-        ConfigError: the address is not this machine's.
+        ConfigError: no address of it is this machine's, or it has none.
     """
     try:
-        server = await asyncio.get_running_loop().create_server(
-            asyncio.Protocol, host, port, start_serving=False
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        try:
-            bound = [each.dup() for each in server.sockets]
-        finally:
-            server.close()
-        try:
-            for each in bound:
-                each.listen(HTTP_BACKLOG)  # only now is it known that nobody else listens there
-        except BaseException:
-            for each in bound:
-                each.close()
-            raise
+        return _listen_on_each([(family, address) for family, _, _, _, address in dict.fromkeys(found)])
     except OSError as problem:
         if problem.errno == errno.EADDRINUSE:
             raise BusyError(
                 f"Port {port} on {host} is taken by another program. Choose another --port."
             ) from None
-        raise ConfigError(
-            f"The HTTP front cannot listen on {show((host, port))}: {describe(problem)}. "
-            "Choose another --host or --port."
-        ) from None
+        why = describe(problem)
+    except UnicodeError:  # of the codec for names: an empty label, or a long one
+        why = "That is no host name"
+    raise ConfigError(
+        f"The HTTP front cannot listen on {show((host, port))}: {why}. Choose another --host or --port."
+    )
+
+
+def _listen_on_each(addresses: Iterable[tuple[int, tuple[Any, ...]]]) -> list[socket.socket]:
+    """Return listeners at these addresses, but for those that this machine does not have.
+
+    Raises:
+        OSError: one is taken, or none is left.
+    """
+    bound: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        for family, (host, port, *scope) in addresses:
+            chosen = bound[0].getsockname()[1] if bound else port
+            try:
+                bound.append(_http_listener(family, (host, chosen, *scope)))
+            except OSError as problem:
+                # localhost is ::1 too in the files of machines without IPv6.
+                if problem.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = problem
+        if missing is not None and not bound:
+            raise missing
+    except BaseException:
+        for each in bound:
+            each.close()
+        raise
     return bound
+
+
+def _http_listener(family: int, address: tuple[Any, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # an IPv4 address has a listener of its own
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(HTTP_BACKLOG)  # only now is it known that nobody else listens there
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def url_of(host: str, listening: socket.socket) -> str:
@@ -205,4 +241,6 @@ def is_unanswered(problem: Exception) -> bool:
 
 def describe(problem: OSError) -> str:
     """Return what an OSError means; asyncio writes the call's arguments where that should stand."""
+    if isinstance(problem, socket.gaierror):  # its number is none of the system's
+        return problem.strerror or str(problem)
     return os.strerror(problem.errno) if problem.errno else str(problem)

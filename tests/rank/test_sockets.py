@@ -49,3 +49,55 @@ def test_a_wildcard_address_is_shown_as_one_that_can_be_opened() -> None:
             listening.close()
 
     run(work())
+
+
+def resolved(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+    """Make every name stand for these addresses."""
+
+    def found(_host: object, port: int, *_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+
+
+def test_all_addresses_of_a_name_have_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved(monkeypatch, "127.0.0.1", "127.0.0.2", "127.0.0.2")
+
+    async def work() -> None:
+        first, second = await listen_http("here", 0)
+        port = first.getsockname()[1]
+        assert url_of("here", first) == f"http://here:{port}"
+        assert second.getsockname() == ("127.0.0.2", port)
+        first.close()
+        with pytest.raises(BusyError):
+            await listen_http("here", port)
+        second.close()
+        for each in await listen_http("here", port):  # the one that it had taken is free again
+            each.close()
+
+    run(work())
+
+
+def test_an_address_that_this_machine_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved(monkeypatch, "192.0.2.1", "127.0.0.1")
+
+    async def work() -> None:
+        (listening,) = await listen_http("here", 0)
+        assert listening.getsockname()[0] == "127.0.0.1"
+        listening.close()
+
+    run(work())
+
+
+def test_a_name_without_an_address_and_what_is_no_name_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    async def work() -> None:
+        with pytest.raises(ConfigError, match=r"listen on a\.\.b:0: That is no host name\."):
+            await listen_http("a..b", 0)
+        monkeypatch.setattr(socket, "getaddrinfo", unknown)
+        with pytest.raises(ConfigError, match=r"listen on nowhere:0: Name or service not known\."):
+            await listen_http("nowhere", 0)
+
+    run(work())
