@@ -488,7 +488,8 @@ def test_deep_schemas_pass_and_endless_ones_do_not(levels: int, status: int) -> 
 def test_a_body_that_is_announced_too_long_is_refused_before_it_comes() -> None:
     async def work() -> None:
         async with opened() as lab, half_sent(lab, 0, module.MAX_BODY + 1) as answer:
-            assert await answer.readuntil(b"\r\n") == b"HTTP/1.1 413 Request Entity Too Large\r\n"
+            line = await answer.readuntil(b"\r\n")
+            assert line.startswith(b"HTTP/1.1 413 ")  # its words changed with Python 3.13
             assert b"Connection: close\r\n" in await answer.readuntil(b"\r\n\r\n")
             assert (lab.front._held, lab.front.busy) == (0, 0)
 
