@@ -23,13 +23,16 @@ def test_what_comes_within_a_pause_is_read_at_once() -> None:
 
     async def work() -> None:
         read_end, write_end = os.pipe()
-        ended = asyncio.Event()
-        PipeReader(read_end, pieces.append, ended.set, pause=0.2)
+        came, ended = asyncio.Event(), asyncio.Event()
+
+        def received(data: bytes) -> None:
+            pieces.append(data)
+            came.set()
+
+        PipeReader(read_end, received, ended.set, pause=0.2)
         os.write(write_end, b"one\n")
-        while not pieces:
-            await asyncio.sleep(0)
+        await came.wait()
         os.write(write_end, b"two\n")
-        await asyncio.sleep(0.01)
         os.write(write_end, b"three\n")
         os.close(write_end)
         await ended.wait()
