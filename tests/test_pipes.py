@@ -29,13 +29,16 @@ def test_what_comes_within_a_pause_is_read_at_once() -> None:
             pieces.append(data)
             came.set()
 
-        PipeReader(read_end, received, ended.set, pause=0.2)
+        reader = PipeReader(read_end, received, ended.set, pause=3600.0)
         os.write(write_end, b"one\n")
         await came.wait()
-        os.write(write_end, b"two\n")
-        os.write(write_end, b"three\n")
+        for line in (b"two\n", b"three\n"):
+            os.write(write_end, line)
+            await asyncio.sleep(0.01)
+        assert pieces == [b"one\n"]
         os.close(write_end)
-        await ended.wait()
+        reader.drain()
+        assert ended.is_set()
 
     asyncio.run(work())
     assert pieces == [b"one\n", b"two\nthree\n"]
