@@ -258,6 +258,7 @@ def test_what_a_killed_guard_left_is_removed_by_the_next_lab() -> None:
         subprocess.run(["ip", "netns", "add", name], check=True)
     try:
         left = subprocess.Popen(["ip", "netns", "exec", f"{old}host0", "sleep", "60"])
+        wait_for(lambda: Path(f"/proc/{left.pid}/comm").read_text() == "sleep\n")  # it is inside by then
         with Lab():
             assert ours(old) == []
             assert left.wait(10) == -signal.SIGKILL
