@@ -45,8 +45,8 @@ def test_a_client_that_asks_first_is_asked_for_a_body_that_is_wanted_alone() -> 
             assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
         async with opened() as lab:
             for path, length, status in (
-                (PATH, MAX_BODY + 1, b"413 Request Entity Too Large"),
-                ("/props", 2, b"404 Not Found"),
+                (PATH, MAX_BODY + 1, b"413 "),
+                ("/props", 2, b"404 "),
             ):
                 host, _, port = lab.url.removeprefix("http://").partition(":")
                 reader, writer = await asyncio.open_connection(host, int(port))
