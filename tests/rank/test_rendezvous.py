@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from flare.errors import BusyError, FlareError, RankError, RemoteProtocolError, UnreachableError
-from flare.rank import join as join_module
 from flare.rank import join as joining
 from flare.rank import rendezvous as meeting
 from flare.rank.hello import PeerFacts, parse_hello
@@ -148,14 +147,14 @@ def test_a_rank_zero_that_does_not_know_the_key_is_refused(launched: bool, words
     ("launched", "listens_on", "connections", "words"),
     [
         (True, False, 1, r"does not listen at .* \(Connection refused\)"),  # as when the group was stopped
-        (True, True, join_module.TRIES, "is not this launch's rank zero"),
+        (True, True, joining.TRIES, "is not this launch's rank zero"),
         (False, True, 1, "it has another launch key"),
     ],
 )
 def test_a_connection_that_ends_is_tried_again_where_an_agent_started_the_rank(
     monkeypatch: pytest.MonkeyPatch, launched: bool, listens_on: bool, connections: int, words: str
 ) -> None:
-    monkeypatch.setattr(join_module, "LAST_PAUSE", 0.05)
+    monkeypatch.setattr(joining, "LAST_PAUSE", 0.05)
     came = []
 
     async def work() -> None:
